@@ -1,0 +1,52 @@
+"""KVBoost: reuse the KV cache of text a model has seen before, wherever it stands in the prompt."""
+
+from kvboost.boost import KVBoost, Stats, Stream
+from kvboost.config import Config
+from kvboost.errors import (
+    ConfigError,
+    KVBoostError,
+    ModelFileError,
+    ModelNotFoundError,
+    PromptError,
+    UnsupportedModelError,
+)
+from kvboost.explain import Explanation
+from kvboost.recompute import (
+    AutoRecompute,
+    CacheBlendRecompute,
+    FullRecompute,
+    NoRecompute,
+    QueryRecompute,
+    RecomputePolicy,
+    SelectiveRecompute,
+)
+from kvboost.types import Completion, Document, ForwardPass, Timing, Usage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoRecompute",
+    "CacheBlendRecompute",
+    "Completion",
+    "Config",
+    "ConfigError",
+    "Document",
+    "Explanation",
+    "ForwardPass",
+    "FullRecompute",
+    "KVBoost",
+    "KVBoostError",
+    "ModelFileError",
+    "ModelNotFoundError",
+    "NoRecompute",
+    "PromptError",
+    "QueryRecompute",
+    "RecomputePolicy",
+    "SelectiveRecompute",
+    "Stats",
+    "Stream",
+    "Timing",
+    "UnsupportedModelError",
+    "Usage",
+    "__version__",
+]

@@ -1,0 +1,347 @@
+"""KVBoost: a causal language model that does not compute twice what it has read before.
+
+The public face: text in, text out, and what it cost. The order of things is in `engine.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self, TypedDict, Unpack, cast, get_args
+
+from rich.progress import track
+from torch import Tensor
+
+from kvboost import hub
+from kvboost.chunking import Chunker, ChunkingConfig
+from kvboost.config import Config
+from kvboost.engine import Engine, Prefilled
+from kvboost.errors import ConfigError, PromptError
+from kvboost.explain import Explanation, explain
+from kvboost.fingerprint import fingerprint, weights_version
+from kvboost.metrics import Stopwatch
+from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
+from kvboost.numerics import choose_device, choose_dtype
+from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike
+from kvboost.recompute import FALLBACK, PROFILES, NoRecompute, RecomputePolicy, policy
+from kvboost.runner import ModelRunner
+from kvboost.sampling import Answer, Sampling
+from kvboost.store import ChunkStore, MemoryTier, StoreStats
+from kvboost.types import Completion, Reuse, Timing, Usage
+
+
+class PromptOptions(TypedDict, total=False):
+    """How a prompt is made and what of it is reused.
+
+    documents: context pieces, texts or {title, text}. segments: borders in raw prompts. reuse:
+    "auto" anywhere in the prompt, "exact" prefixes only, "off" neither looks up nor stores.
+    recompute: "auto", "none", "selective", "cacheblend", "query", "full", or a policy object.
+    """
+
+    documents: Iterable[DocumentLike]
+    segments: Iterable[str | int]
+    reuse: Reuse
+    recompute: str | RecomputePolicy
+
+
+class GenerateOptions(PromptOptions, total=False):
+    """PromptOptions, and how tokens are picked: see `Sampling` for defaults."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a KVBoost runs and has done. `reuse`: where KV is reused, and if not everywhere, why."""
+
+    dtype: str
+    device: str
+    fingerprint: str
+    reuse: str
+    requests: int
+    tokens: Usage
+    store: StoreStats
+
+
+class Stream(Iterator[str]):
+    """The text of an answer as it comes. `completion` is there once the text has ended."""
+
+    def __init__(self, steps: Generator[str, None, Completion]) -> None:
+        self._steps = steps
+        self.completion: Completion | None = None
+
+    def __next__(self) -> str:
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            if self.completion is None:
+                self.completion = end.value
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Stop generating; what was computed so far is stored."""
+        self._steps.close()
+
+
+class KVBoost:
+    """Generates with a Hugging Face causal LM, reusing KV anywhere in the prompt.
+
+    May be used from several threads; their requests take turns step by step.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, **config: Any) -> None:
+        """Wrap a loaded model, which is not changed. `config`: the fields of `Config`.
+
+        Probes in a few short passes what the model's KV allows; warns if it can't be moved.
+        Raises UnsupportedModelError, ConfigError.
+        """
+        self.config = cast(Config, _make(Config, config))
+        self.model = model
+        self.tokenizer = tokenizer
+        self._prompts = PromptBuilder(tokenizer)
+        runner = ModelRunner(model)
+        mean = self.config.chunk_tokens
+        sizes = ChunkingConfig(min(32, mean // 2), mean, max(256, 3 * mean))
+        chunker = Chunker(sizes, frozenset(tokenizer.all_special_ids))
+        store = ChunkStore(MemoryTier(), self.config.max_bytes)
+        self._engine = Engine(runner, store, chunker, self.config.namespace)
+        self._profile = PROFILES.get(runner.shape, FALLBACK)
+        self._weights: int | None = None
+        self._totals: Counter[str] = Counter()
+        self._eos = _eos(model, tokenizer)
+        if runner.support.reason:
+            warnings.warn(
+                f"KV of this model can't be moved ({runner.support.reason}): only exact prefixes "
+                "are reused",
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "default", *, dtype: str = "auto", device: str = "auto", **config: Any
+    ) -> Self:
+        """Load a model and wrap it.
+
+        model: "default" (the embedded SmolLM2-135M-Instruct), a Hugging Face id, a local folder or
+        a GGUF file. dtype: "auto" measures which of bfloat16 and float32 this machine runs faster.
+        device: "auto" takes a GPU if there is one. `attn_implementation` may stand in `config`.
+        """
+        attention = config.pop("attn_implementation", None)
+        where = choose_device(device)
+        loaded, tokenizer = hub.load(model, choose_dtype(dtype, where), where, attention)
+        return cls(loaded, tokenizer, **config)
+
+    def generate(self, prompt: PromptLike, **options: Unpack[GenerateOptions]) -> Completion:
+        """Answer a prompt: raw text, chat messages, or token ids. Options: see GenerateOptions.
+
+        Raises PromptError (empty, too long, ill-typed) and ConfigError (unknown or bad option).
+        """
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        assert stream.completion is not None
+        return stream.completion
+
+    def stream(self, prompt: PromptLike, **options: Unpack[GenerateOptions]) -> Stream:
+        """Like `generate`, piece by piece: iterate for text; `completion` is there at the end."""
+        clock = self._clock()
+        return Stream(self._run(prompt, self._options(options), clock))
+
+    def prefill(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Cache:
+        """transformers' own cache of all but the prompt's last token, made with reuse.
+
+        Hand it to `model.generate(input_ids, past_key_values=cache)` (`cache=cache` since
+        transformers 5.24) with the same ids: beam search, assisted decoding and streamers then
+        work on reused KV. The cache is the caller's.
+        """
+        prefilled = self._prefill(prompt, self._options(options))
+        keep = len(prefilled.prompt.ids) - 1
+        layers = [prefilled.buffer.layer(n) for n in range(self._engine.runner.layers)]
+        return plain_cache(
+            self.model, [(k[None, :, :keep].clone(), v[None, :, :keep].clone()) for k, v in layers]
+        )
+
+    def score(
+        self, prompt: PromptLike, answer: Sequence[int], **options: Unpack[PromptOptions]
+    ) -> Tensor:
+        """Logits `[len(answer), vocab]`, float32, that predict each token of a given answer. With
+        reuse="off" they are the reference that `metrics.divergence` compares others with."""
+        if not answer:
+            raise PromptError("the answer is empty: give at least one token id")
+        prefilled = self._prefill(prompt, self._options(options), room=len(answer))
+        return self._engine.score(prefilled, answer)
+
+    def warm(self, texts: Iterable[DocumentLike], *, progress: bool = True) -> int:
+        """Compute and store pieces ahead of their first question; returns the tokens stored.
+
+        Each is computed behind the opening of the chat template (or BOS), never alone: KV of a
+        piece encoded alone has a false attention sink at its head. `progress` shows a bar.
+        """
+        pieces = [self._prompts.warm(piece) for piece in texts]
+        for prompt in track(pieces, "Warming", disable=not progress or len(pieces) < 2):
+            self._prefill(
+                prompt.ids, _Options(NoRecompute(), reuse="exact", segments=prompt.borders)
+            )
+        return sum(len(p.ids) - sum(p.borders) for p in pieces)
+
+    def explain(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Explanation:
+        """What would be reused of a prompt, chunk by chunk, and what differs at the first miss.
+        Computes nothing and stores nothing."""
+        parsed = self._options(options)
+        self._check_weights()
+        built = self._prompts.build(prompt, parsed.documents, parsed.segments)
+        return explain(self._engine, built, parsed.reuse, self._prompts.decode)
+
+    def clear(self) -> None:
+        """Forget everything stored."""
+        self._engine.store.clear()
+
+    def stats(self) -> Stats:
+        """What runs and what has been done so far."""
+        self._check_weights()
+        layout, support = self._engine.runner.layout, self._engine.runner.support
+        return Stats(
+            dtype=str(layout.dtype).removeprefix("torch."),
+            device=str(layout.device),
+            fingerprint=self._engine.fingerprint,
+            reuse=f"exact prefixes only: {support.reason}" if support.reason else "anywhere",
+            requests=self._totals["requests"],
+            tokens=Usage(**{f.name: self._totals[f.name] for f in fields(Usage)}),
+            store=self._engine.store.stats(),
+        )
+
+    def _options(self, given: PromptOptions | GenerateOptions) -> _Options:
+        prompt = {k: v for k, v in given.items() if k in PromptOptions.__annotations__}
+        sampling = _make(Sampling, {k: v for k, v in given.items() if k not in prompt})
+        chosen = policy(cast(str, prompt.pop("recompute", "auto")), self._profile)
+        return _Options(chosen, cast(Sampling, sampling), **prompt)  # type: ignore[arg-type]
+
+    def _clock(self) -> Stopwatch:
+        return Stopwatch(self._engine.runner.layout.device)
+
+    def _check_weights(self) -> None:
+        """Weights and adapters may be swapped under us: their KV must not be found then."""
+        version = weights_version(self.model)
+        if version != self._weights:
+            self._engine.fingerprint = fingerprint(self.model, self.tokenizer)
+            self._weights = version
+
+    def _prefill(self, prompt: PromptLike, options: _Options, room: int = 0) -> Prefilled:
+        """Prefill and store, without an answer."""
+        clock = self._clock()
+        built = self._build(prompt, options, clock)
+        prefilled = self._engine.prefill(built, options.reuse, options.policy, room, clock)
+        if options.reuse != "off":
+            self._engine.harvest(prefilled, built.ids)
+        self._account(prefilled.usage)
+        return prefilled
+
+    def _build(self, prompt: PromptLike, options: _Options, clock: Stopwatch) -> Prompt:
+        self._check_weights()
+        built = self._prompts.build(prompt, options.documents, options.segments)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if max(built.ids) >= vocabulary:
+            raise PromptError(
+                f"token id {max(built.ids)} is not in the model's {vocabulary} tokens"
+            )
+        clock.lap("tokenize")
+        return built
+
+    def _run(
+        self, prompt: PromptLike, options: _Options, clock: Stopwatch
+    ) -> Generator[str, None, Completion]:
+        engine, sampling = self._engine, options.sampling
+        built = self._build(prompt, options, clock)
+        limit = engine.room(len(built.ids), sampling.max_new_tokens)
+        prefilled = engine.prefill(built, options.reuse, options.policy, limit - 1, clock)
+        answer = Answer(
+            sampling,
+            _processors(sampling),
+            self._prompts.decode,
+            self._eos,
+            engine.runner.layout.device,
+        )
+        ids, ttft = list(built.ids), 0.0
+        try:
+            for n in range(limit):
+                logits = engine.step(prefilled, ids) if n else prefilled.logits
+                piece = answer.take(logits, ids)
+                clock.lap("decode" if n else "sample")
+                ttft = ttft or clock.elapsed()
+                if piece:
+                    yield piece
+                    clock.skip()
+                if answer.finished:
+                    break
+            if piece := answer.end():
+                yield piece
+                clock.skip()
+        finally:
+            if options.reuse != "off":
+                engine.harvest(prefilled, ids[: max(len(built.ids), len(ids) - 1)])
+            clock.lap("store")
+            usage = replace(prefilled.usage, generated=len(ids) - len(built.ids))
+            self._account(usage)
+        return Completion(
+            text=answer.text,
+            token_ids=tuple(ids[len(built.ids) :]),
+            finish_reason=answer.finish_reason,
+            usage=usage,
+            timing=_timing(clock, ttft),
+            policy=options.policy.name,
+            exact=prefilled.exact,
+            passes=prefilled.passes,
+        )
+
+    def _account(self, usage: Usage) -> None:
+        self._totals.update(asdict(usage))
+        self._totals["requests"] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """PromptOptions and sampling, checked."""
+
+    policy: RecomputePolicy
+    sampling: Sampling = field(default_factory=Sampling)
+    documents: Iterable[DocumentLike] = ()
+    segments: Iterable[str | int] = ()
+    reuse: Reuse = "auto"
+
+    def __post_init__(self) -> None:
+        if self.reuse not in get_args(Reuse):
+            raise ConfigError(
+                f"reuse must be one of {', '.join(get_args(Reuse))}, not {self.reuse!r}"
+            )
+
+
+def _make(kind: type, given: dict[str, Any]) -> object:
+    """A configuration object; an unknown option is an error that names the known ones."""
+    known = [f.name for f in fields(kind)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"unknown option {', '.join(unknown)}: known are {', '.join(known)}")
+    return kind(**given)
+
+
+def _eos(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the model's own list, and the tokenizer's."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    ids = listed if isinstance(listed, list) else [listed]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+
+
+def _processors(s: Sampling) -> Any:
+    return logits_processors(s.temperature, s.top_k, s.top_p, s.repetition_penalty)
+
+
+def _timing(clock: Stopwatch, ttft: float) -> Timing:
+    parts = {f.name: clock.parts[f.name] for f in fields(Timing) if f.name in clock.parts}
+    return Timing(ttft=ttft, total=ttft + parts.get("decode", 0) + parts.get("store", 0), **parts)

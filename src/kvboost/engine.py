@@ -1,0 +1,220 @@
+"""One request, straight: split, keys, lookup, plan, assemble, repair, forward; decode; harvest.
+
+Knows token ids, not text. Locks step by step, so that several threads may have requests in hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvboost.chunking import Chunker
+from kvboost.errors import PromptError
+from kvboost.keys import KeySpace
+from kvboost.kv import ChunkKV, KVBuffer
+from kvboost.metrics import Stopwatch
+from kvboost.plan import Entry, ReusePlan, lineages, make_plan
+from kvboost.prompt import Prompt
+from kvboost.recompute import RecomputePolicy
+from kvboost.runner import ModelRunner
+from kvboost.store import ChunkStore
+from kvboost.types import Chunk, ForwardPass, Reuse, Usage
+
+
+@dataclass
+class RequestProbe:
+    """What a policy may ask of the request in hand; keeps the account of it."""
+
+    runner: ModelRunner
+    buffer: KVBuffer
+    ids: Sequence[int]
+    passes: list[ForwardPass] = field(default_factory=list)
+    computed: set[int] = field(default_factory=set)
+
+    @property
+    def layers(self) -> int:
+        return self.runner.layers
+
+    def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
+        self.passes.append(ForwardPass(len(rows), layer))
+        return self.runner.deviation(self.buffer, self.ids, rows, layer)
+
+    def attention(self, rows: Sequence[int], queries: range, layers: range) -> Tensor:
+        self._count(rows)
+        return self.runner.attention(self.buffer, self.ids, rows, queries, layers)
+
+    def forward(self, rows: Sequence[int]) -> Tensor:
+        self._count(rows)
+        return self.runner.forward(self.buffer, self.ids, rows)
+
+    def _count(self, rows: Sequence[int]) -> None:
+        self.passes.append(ForwardPass(len(rows), self.layers))
+        self.computed.update(rows)
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt whose KV is in its buffer. logits: the last token's, float32 `[1, vocab]`.
+
+    KV in [0, exact_until) has exactly this prompt's context.
+    """
+
+    prompt: Prompt
+    buffer: KVBuffer
+    logits: Tensor
+    plan: ReusePlan
+    exact_until: int
+    usage: Usage
+    passes: tuple[ForwardPass, ...]
+
+    @property
+    def exact(self) -> bool:
+        return self.exact_until == len(self.prompt.ids)
+
+
+class Engine:
+    """The straight line. Everything it needs is handed in; it owns nothing but the order.
+
+    `fingerprint` is the caller's to set before the first request, and whenever weights change.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, store: ChunkStore, chunker: Chunker, namespace: str
+    ) -> None:
+        self.runner = runner
+        self.store = store
+        self.chunker = chunker
+        self._namespace = namespace
+        self.fingerprint = ""
+        self._lock = threading.Lock()
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompt: Prompt, reuse: Reuse, policy: RecomputePolicy, room: int, clock: Stopwatch
+    ) -> Prefilled:
+        """Make the prompt's KV and its last logits; the buffer has `room` for more tokens.
+
+        Raises PromptError if the prompt does not fit the model's window.
+        """
+        ids = prompt.ids
+        self.room(len(ids), room)
+        with self._lock:
+            plan, stored = self._lookup(prompt, reuse)
+            clock.lap("lookup")
+            buffer = self.runner.new_buffer(len(ids) + room)
+            for splice, kvs in zip(plan.splices, stored, strict=True):
+                buffer.place(splice, kvs)
+            clock.lap("assemble")
+            probe = RequestProbe(self.runner, buffer, ids)
+            rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
+            clock.lap("probe")
+            logits = probe.forward(rows)
+            clock.lap("forward")
+        return _prefilled(prompt, plan, rows, probe, logits)
+
+    def room(self, tokens: int, wanted: int) -> int:
+        """How many of `wanted` tokens may follow a prompt of `tokens`: at least one. Raises
+        PromptError if the prompt alone is over the model's window."""
+        window = self.runner.support.max_tokens
+        if window is None:
+            return wanted
+        if tokens > window:
+            raise PromptError(
+                f"the prompt has {tokens} tokens and the model's window is {window}: "
+                f"shorten it by {tokens - window}"
+            )
+        return min(wanted, window - tokens + 1)
+
+    def _lookup(self, prompt: Prompt, reuse: Reuse) -> tuple[ReusePlan, list[list[ChunkKV]]]:
+        if reuse == "off":
+            return ReusePlan(len(prompt.ids), ()), []
+        while True:
+            plan = self.plan(prompt, reuse)
+            stored = self.store.fetch(plan)
+            if stored is not None:
+                return plan, stored
+
+    def plan(self, prompt: Prompt, reuse: Reuse) -> ReusePlan:
+        """What would be reused, by the index alone."""
+        length = len(prompt.ids)
+        move = reuse == "auto" and self.runner.support.movable(length)
+        chunks = self.chunker.split(prompt.ids, prompt.borders)
+        return make_plan(chunks, self.keys(length), self.store, move=move)
+
+    def keys(self, length: int) -> KeySpace:
+        """The key space of prompts of this length."""
+        regime = self.runner.support.regime(length)
+        return KeySpace(self.fingerprint, self._namespace, regime)
+
+    @torch.inference_mode()
+    def step(self, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
+        """Compute the last of `ids` (the prompt and the answer so far): logits `[1, vocab]`."""
+        with self._lock:
+            return self.runner.forward(prefilled.buffer, ids, range(len(ids) - 1, len(ids)))
+
+    @torch.inference_mode()
+    def score(self, prefilled: Prefilled, answer: Sequence[int]) -> Tensor:
+        """Logits `[len(answer), vocab]` that predict each token of a given answer."""
+        ids = [*prefilled.prompt.ids, *answer[:-1]]
+        if len(answer) == 1:
+            return prefilled.logits
+        first = len(prefilled.prompt.ids)
+        with self._lock:
+            later = self.runner.forward(
+                prefilled.buffer, ids, range(first, len(ids)), keep=len(answer) - 1
+            )
+        return torch.cat([prefilled.logits, later])
+
+    @torch.inference_mode()
+    def harvest(self, prefilled: Prefilled, ids: Sequence[int]) -> None:
+        """Store what the request computed: the prompt's and the answer's chunks, cut out of its
+        buffer. `ids` are the tokens whose KV is there.
+
+        Only KV of exact context goes under prefix keys. Moved KV is not stored again, so that its
+        error is not passed on under new names.
+        """
+        regime = self.runner.support.regime
+        if regime(len(ids)) != regime(len(prefilled.prompt.ids)):
+            ids = prefilled.prompt.ids
+        exact_until = len(ids) if prefilled.exact else prefilled.exact_until
+        keys = self.keys(len(ids))
+        chunks = self.chunker.split(ids, prefilled.prompt.borders)
+        parent, chain = keys.root, []
+        with self._lock:
+            for chunk, key in zip(chunks, lineages(chunks, exact_until, keys), strict=True):
+                entry = Entry(key, parent, keys.content(chunk.ids), chunk.ids, chunk.start)
+                if (entry.exact or not _touches_moved(chunk, prefilled.plan)) and self.store.wants(
+                    entry
+                ):
+                    self.store.put(entry, prefilled.buffer.cut(chunk.start, chunk.end))
+                chain.append(key)
+                parent = key
+            self.store.touch(chain)
+
+
+def _touches_moved(chunk: Chunk, plan: ReusePlan) -> bool:
+    return any(s.start < chunk.end and chunk.start < s.end for s in plan.moved)
+
+
+def _prefilled(
+    prompt: Prompt, plan: ReusePlan, rows: Sequence[int], probe: RequestProbe, logits: Tensor
+) -> Prefilled:
+    """The account: each token in one class, and how far the KV is exact."""
+    length, until = plan.length, plan.exact_until
+    # A last pass over everything from the first moved token on leaves nothing approximate.
+    exact_until = length if set(range(until, length)) <= set(rows) else until
+    spliced = {row for s in plan.splices for row in range(s.start, s.end)} - {length - 1}
+    moved = {row for s in plan.moved for row in range(s.start, s.end)} - {length - 1}
+    recomputed = spliced & probe.computed
+    usage = Usage(
+        exact=len(spliced - moved - recomputed),
+        moved=len(moved - recomputed),
+        recomputed=len(recomputed),
+        computed=length - len(spliced),
+    )
+    passes = tuple(probe.passes)
+    return Prefilled(prompt, probe.buffer, logits, plan, exact_until, usage, passes)

@@ -1,0 +1,20 @@
+"""The one place that builds attention masks: row i sees positions <= i, within its window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def causal_mask(rows: Tensor, length: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Additive mask `[1, 1, rows, length]`: 0 where a row may look, the dtype's minimum elsewhere.
+
+    Additive because a boolean mask is silently wrong under eager attention. With `window`, a row
+    sees itself and the `window - 1` positions before it.
+    """
+    keys = torch.arange(length, device=rows.device)
+    seen = keys <= rows[:, None]
+    if window is not None:
+        seen &= keys > rows[:, None] - window
+    mask = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]

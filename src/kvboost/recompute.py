@@ -1,0 +1,231 @@
+"""Recompute policies: which rows are computed again, beyond those nothing stored covers.
+
+A policy is an object with a few fields and one method. It may probe the request in hand; each
+probe is a forward pass, and is paid for and reported. This module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from kvboost.errors import ConfigError
+from kvboost.plan import ReusePlan, Seam
+
+
+class Probe(Protocol):
+    """What a policy may ask. `layers` is the model's depth."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
+        """Compute `rows` up to `layer`: how far their fresh K and V there are from the moved ones,
+        relative to their size, float32 `[rows]`. What was computed below `layer` stays."""
+        ...
+
+    def attention(self, rows: Sequence[int], queries: range, layers: range) -> Tensor:
+        """Compute `rows` through all layers: the attention mass that `queries` (part of `rows`)
+        give each position in `layers`, float32 `[length]`. What was computed stays."""
+        ...
+
+
+class RecomputePolicy(Protocol):
+    """Chooses the rows of the final forward pass, sorted. Must contain `plan.rows`, except rows
+    that a probe has computed through all layers; must contain the last row."""
+
+    @property
+    def name(self) -> str: ...
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]: ...
+
+
+def _union(*parts: Sequence[int]) -> list[int]:
+    return sorted(set().union(*parts))
+
+
+def moved_rows(plan: ReusePlan) -> list[int]:
+    """Every row that has moved KV."""
+    return [row for s in plan.moved for row in range(s.start, s.end)]
+
+
+def head_rows(plan: ReusePlan, k: int) -> list[int]:
+    """The first k tokens of every run that has a seam before it."""
+    runs = [s for s in plan.moved if s.seam is not Seam.NONE]
+    return [row for s in runs for row in range(s.start, min(s.start + k, s.end))]
+
+
+def _top(score: Tensor, rows: Sequence[int], ratio: float) -> list[int]:
+    """The share `ratio` of `rows` with the highest score; `score[i]` belongs to `rows[i]`."""
+    chosen = score.topk(round(ratio * len(rows))).indices.tolist()
+    return [rows[i] for i in chosen]
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class NoRecompute:
+    """Repairs nothing: the cheapest and the least faithful."""
+
+    name: str = field(default="none", init=False)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        return plan.rows
+
+
+@dataclass(frozen=True, slots=True)
+class FullRecompute:
+    """Computes every row: identical to plain transformers, whatever was stored."""
+
+    name: str = field(default="full", init=False)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        return list(range(plan.length))
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveRecompute:
+    """Recomputes tokens at the seams: the first `head` of every run, the last `tail` before one.
+
+    The damage of a shift sits right after the edit (DESIGN.md section 5); repairing tails measured
+    as useless there and is off by default.
+    """
+
+    head: int = 16
+    tail: int = 0
+    name: str = field(default="selective", init=False)
+
+    def __post_init__(self) -> None:
+        _check("head", self.head, 0, 4096)
+        _check("tail", self.tail, 0, 4096)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        ends = [s for s in plan.moved if s.end < plan.length]
+        tails = [row for s in ends for row in range(max(s.start, s.end - self.tail), s.end)]
+        return _union(plan.rows, head_rows(plan, self.head), tails)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBlendRecompute:
+    """Recomputes the moved tokens whose KV deviates most (CacheBlend, Yao et al., EuroSys 2025).
+
+    All moved tokens are computed through the layers below `layer`; there their fresh K and V are
+    compared with the moved ones, and the share `ratio` that deviates most is recomputed.
+    """
+
+    ratio: float = 0.15
+    layer: int = 1
+    name: str = field(default="cacheblend", init=False)
+
+    def __post_init__(self) -> None:
+        _check("ratio", self.ratio, 0, 1)
+        _check("layer", self.layer, 1, 1000)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        moved = moved_rows(plan)
+        if not moved:
+            return plan.rows
+        rows = _union(plan.rows, moved)
+        deviation = probe.deviation(rows, min(self.layer, probe.layers - 1))
+        place = {row: i for i, row in enumerate(rows)}
+        return _union(plan.rows, _top(deviation[[place[r] for r in moved]], moved, self.ratio))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRecompute:
+    """Recomputes what the question looks at (ours; measured in docs/benchmarks.md).
+
+    First pass: run heads, uncovered rows and the question. Attention mass that the question gives
+    each moved token is summed over layers from `first` to `last` (shares of the depth). Second
+    pass: the share `ratio` of moved tokens with the most mass, and the question again.
+    """
+
+    ratio: float = 0.12
+    head: int = 16
+    first: float = 0.5
+    last: float = 0.95
+    name: str = field(default="query", init=False)
+
+    def __post_init__(self) -> None:
+        _check("ratio", self.ratio, 0, 1)
+        _check("head", self.head, 0, 4096)
+        _check("first", self.first, 0, self.last)
+        _check("last", self.last, self.first, 1)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        moved = moved_rows(plan)
+        if not moved:
+            return plan.rows
+        heads = head_rows(plan, self.head)
+        band = range(int(self.first * probe.layers), max(1, round(self.last * probe.layers)))
+        rows = _union(plan.rows, plan.question, heads)
+        mass = probe.attention(rows, plan.question, band)
+        done = set(heads)
+        rest = [row for row in moved if row not in done]
+        chosen = _top(mass[rest], rest, min(1.0, self.ratio * len(moved) / max(1, len(rest))))
+        return _union(plan.question, chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What measured best for a model: repairs for the two regimes of approximate reuse."""
+
+    shift: RecomputePolicy
+    composition: RecomputePolicy
+
+
+FALLBACK = Profile(SelectiveRecompute(head=32), QueryRecompute(ratio=0.15, head=16))
+"""For models nobody has measured: dearer than the measured ones."""
+
+PROFILES: dict[str, Profile] = {}
+"""By `CausalModel.shape`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoRecompute:
+    """Nothing where reuse is exact, the profile's repairs where it is not.
+
+    If every seam is a shift (same neighbours, something before them changed) the damage is small
+    and local. If a run met new neighbours, what the question looks at has to be repaired.
+    """
+
+    profile: Profile = FALLBACK
+    name: str = field(default="auto", init=False)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        seams = {s.seam for s in plan.moved}
+        if Seam.COMPOSITION in seams:
+            return self.profile.composition.rows(plan, probe)
+        if Seam.SHIFT in seams:
+            return self.profile.shift.rows(plan, probe)
+        return plan.rows
+
+
+_POLICIES: dict[str, Callable[[], RecomputePolicy]] = {
+    "none": NoRecompute,
+    "full": FullRecompute,
+    "selective": SelectiveRecompute,
+    "cacheblend": CacheBlendRecompute,
+    "query": QueryRecompute,
+}
+
+
+def policy(choice: str | RecomputePolicy, profile: Profile) -> RecomputePolicy:
+    """The policy of that name with its defaults, or the object itself.
+
+    Raises ConfigError for an unknown name.
+    """
+    if not isinstance(choice, str):
+        return choice
+    if choice == "auto":
+        return AutoRecompute(profile)
+    if choice not in _POLICIES:
+        names = ", ".join(["auto", *_POLICIES])
+        raise ConfigError(f"unknown recompute policy {choice!r}: choose one of {names}")
+    return _POLICIES[choice]()

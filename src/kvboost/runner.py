@@ -1,0 +1,112 @@
+"""A causal LM as a function of rows: token rows in, KV buffer filled, logits out.
+
+Everything the engine does to a model is one of the three passes here. How the model is called is
+`model.py`'s business, which rows are wanted is the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvboost.kv import KVBuffer
+from kvboost.mask import causal_mask
+from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
+from kvboost.support import Support, probe_support
+
+
+class ModelRunner:
+    """Runs rows of a prompt through a model. One pass at a time."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Probes the model; raises UnsupportedModelError if its KV can't be kept at all."""
+        self.model = model
+        self.support: Support = probe_support(model)
+        self.layout = self.support.layout
+        self.layers = self.layout.layers
+        config = model.config.get_text_config()
+        self.shape = f"{config.model_type}-{self.layers}x{config.hidden_size}"
+
+    def new_buffer(self, capacity: int) -> KVBuffer:
+        return KVBuffer(self.layout, capacity)
+
+    def forward(
+        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], keep: int = 1
+    ) -> Tensor:
+        """Compute `rows` (sorted; ids[row] is row's token; ids is as long as the prompt so far) on
+        top of what the buffer holds: logits of the last `keep` rows, float32 `[keep, vocab]`."""
+        cache, mask, tokens, positions = self._prepare(buffer, ids, rows)
+        logits = run(self.model, tokens, positions, mask, cache, keep)
+        assert logits is not None
+        return logits.float()
+
+    def deviation(
+        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], layer: int
+    ) -> Tensor:
+        """Compute `rows` below `layer`; how far fresh K and V there are from the buffer's,
+        float32 `[rows]`."""
+        cache, mask, tokens, positions = self._prepare(buffer, ids, rows)
+        cache.stop_at(layer)
+        run(self.model, tokens, positions, mask, cache, 1)
+        assert cache.deviation is not None
+        return cache.deviation
+
+    def attention(
+        self,
+        buffer: KVBuffer,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        queries: range,
+        layers: range,
+    ) -> Tensor:
+        """Compute `rows`; the attention mass that `queries` (the last of `rows`) give each
+        position in `layers`, float32 `[len(ids)]`. Zero if the model hides its attention."""
+        cache, mask, tokens, positions = self._prepare(buffer, ids, rows, masked=True)
+        mass = torch.zeros(len(ids), device=self.layout.device)
+        last = min(len(queries), _MAX_QUERIES)
+
+        def observe(layer: int, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> None:
+            if layer in layers:
+                mass.add_(_attention_mass(q[:, :, -last:], k, mask, scaling))
+
+        with observed_attention(self.model, observe):
+            run(self.model, tokens, positions, mask, cache, 1)
+        return mass
+
+    def _prepare(
+        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], *, masked: bool = False
+    ) -> tuple[RowCache, Mask, Tensor, Tensor]:
+        length, device = len(ids), self.layout.device
+        first = rows[0]
+        suffix = rows[-1] == length - 1 and len(rows) == length - first
+        positions = torch.tensor(rows, device=device)
+        tokens = torch.tensor([ids[row] for row in rows], device=device)
+        cache = RowCache(buffer, range(first, length) if suffix else positions, length)
+        # A suffix takes the model's own path, mask and all: it costs what it costs without us.
+        mask = None if suffix and not masked else self._mask(positions, length)
+        return cache, mask, tokens[None], positions[None]
+
+    def _mask(self, positions: Tensor, length: int) -> Mask:
+        """One mask per kind of layer where kinds are mixed."""
+        masks = {
+            kind: causal_mask(positions, length, self.layout.dtype, window)
+            for kind, window in self.support.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+_MAX_QUERIES = 128
+"""Only the last tokens of a long question are asked what they look at."""
+
+
+def _attention_mass(q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention summed over heads and queries, `[T]`. q `[1, Hq, Q, D]`, k `[1, H, T, D]`."""
+    queries, heads = q.shape[2], k.shape[1]
+    grouped = q[0].reshape(heads, -1, q.shape[-1])
+    score = (grouped @ k[0].transpose(1, 2)).float() * scaling
+    score = score.view(-1, queries, k.shape[2])
+    if mask is not None:
+        score = score + mask[0, :, -queries:].float()
+    return score.softmax(-1).sum((0, 1))

@@ -1,0 +1,22 @@
+"""The RAM tier. Also the double for tests of anything that takes a Tier."""
+
+from __future__ import annotations
+
+from kvboost.keys import ChunkKey
+from kvboost.kv import ChunkKV
+
+
+class MemoryTier:
+    """Keeps KV in this process, as it is. Dropping frees it once no request holds it."""
+
+    def __init__(self) -> None:
+        self._kv: dict[ChunkKey, ChunkKV] = {}
+
+    def load(self, key: ChunkKey) -> ChunkKV | None:
+        return self._kv.get(key)
+
+    def save(self, key: ChunkKey, kv: ChunkKV) -> None:
+        self._kv[key] = kv
+
+    def drop(self, key: ChunkKey) -> None:
+        self._kv.pop(key, None)

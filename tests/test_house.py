@@ -1,0 +1,69 @@
+"""The rules of the house: budgets, import direction, exported names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import kvboost
+
+SRC = Path(kvboost.__file__).parent
+FILES = sorted(SRC.rglob("*.py"))
+NAMES = [str(path.relative_to(SRC)) for path in FILES]
+TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "plan.py"}
+
+FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3500
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_file_and_functions_keep_their_budget(path: Path) -> None:
+    assert lines(path) <= FILE_LINES
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{node.name} in line {node.lineno}: {length} lines"
+
+
+def test_core_keeps_its_budget() -> None:
+    assert sum(map(lines, FILES)) <= CORE_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_only_model_imports_transformers(path: Path) -> None:
+    if path != SRC / "model.py":
+        assert "transformers" not in imported(path)
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.name in TORCH_FREE and f.parent == SRC])
+def test_nouns_and_integers_need_no_torch(path: Path) -> None:
+    assert not imported(path) & {"torch", "numpy"}
+
+
+def test_exported_names_are_exactly_all() -> None:
+    public = {
+        name
+        for name, value in vars(kvboost).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    public.discard("annotations")
+    assert public == set(kvboost.__all__) - {"__version__"}
+    assert all(hasattr(kvboost, name) for name in kvboost.__all__)
+    assert kvboost.__all__ == sorted(kvboost.__all__, key=str)
