@@ -15,6 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 NAMES = [str(path.relative_to(SRC)) for path in FILES]
 TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "plan.py"}
 
+INTERFACE = {"cli.py", "demo.py"}
 FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3500
 
 
@@ -43,7 +44,7 @@ def test_file_and_functions_keep_their_budget(path: Path) -> None:
 
 
 def test_core_keeps_its_budget() -> None:
-    assert sum(map(lines, FILES)) <= CORE_LINES
+    assert sum(lines(f) for f in FILES if f.name not in INTERFACE) <= CORE_LINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -172,11 +172,19 @@ class KVBoost:
     def score(
         self, prompt: PromptLike, answer: Sequence[int], **options: Unpack[PromptOptions]
     ) -> Tensor:
-        """Logits `[len(answer), vocab]`, float32, that predict each token of a given answer. With
-        reuse="off" they are the reference that `metrics.divergence` compares others with."""
+        """Logits `[len(answer), vocab]`, float32, that predict each token of a given answer.
+
+        For measuring: with reuse="off" they are the reference that `metrics.divergence` compares
+        others with. Nothing is stored or counted.
+        """
         if not answer:
             raise PromptError("the answer is empty: give at least one token id")
-        prefilled = self._prefill(prompt, self._options(options), room=len(answer))
+        parsed, clock = self._options(options), self._clock()
+        built = self._build(prompt, parsed, clock)
+        room = self._engine.room(len(built.ids), len(answer))
+        if room < len(answer):
+            raise PromptError(f"the answer is {len(answer) - room} tokens over the model's window")
+        prefilled = self._engine.prefill(built, parsed.reuse, parsed.policy, room - 1, clock)
         return self._engine.score(prefilled, answer)
 
     def warm(self, texts: Iterable[DocumentLike], *, progress: bool = True) -> int:
@@ -234,11 +242,11 @@ class KVBoost:
             self._engine.fingerprint = fingerprint(self.model, self.tokenizer)
             self._weights = version
 
-    def _prefill(self, prompt: PromptLike, options: _Options, room: int = 0) -> Prefilled:
+    def _prefill(self, prompt: PromptLike, options: _Options) -> Prefilled:
         """Prefill and store, without an answer."""
         clock = self._clock()
         built = self._build(prompt, options, clock)
-        prefilled = self._engine.prefill(built, options.reuse, options.policy, room, clock)
+        prefilled = self._engine.prefill(built, options.reuse, options.policy, 0, clock)
         if options.reuse != "off":
             self._engine.harvest(prefilled, built.ids)
         self._account(prefilled.usage)

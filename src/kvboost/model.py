@@ -9,7 +9,7 @@ import inspect
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import transformers
 from gguf import GGUFReader
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from safetensors import SafetensorError
@@ -105,12 +106,12 @@ def write_model(
 def _read(kind: Any, folder: Path | str, **options: Any) -> Any:
     """From disk if all is there: without a network, asking Hugging Face first takes minutes."""
     options["trust_remote_code"] = False
-    try:
-        return kind.from_pretrained(folder, local_files_only=True, **options)
-    except OSError:
-        if Path(folder).exists():
-            raise
-        return kind.from_pretrained(folder, **options)
+    if not Path(folder).exists():
+        cached = try_to_load_from_cache(str(folder), "config.json")
+        if isinstance(cached, str):
+            with suppress(OSError, ValueError):  # a download that was cut short
+                return kind.from_pretrained(Path(cached).parent, **options)
+    return kind.from_pretrained(folder, **options)
 
 
 def _read_config(folder: Path | str) -> PretrainedConfig:
