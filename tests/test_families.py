@@ -112,7 +112,7 @@ def test_exact_hits_are_as_transformers_computes_them(family: str, attention: st
 def test_full_recompute_is_as_transformers_computes_it_in_any_order(
     family: str, attention: str
 ) -> None:
-    ids, marks = prompt(2, 0, 3), borders(2, 0, 3)
+    ids, marks = prompt(2, 3, 0), borders(2, 3, 0)
     made = primed(family, attention)
     completion = assert_as_transformers(
         made, (family, attention), ids, segments=marks, recompute="full"
@@ -193,7 +193,7 @@ def kv_at(model: Any, ids: list[int], position: int) -> list[tuple[torch.Tensor,
 
 @each_movable
 @pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
-@pytest.mark.parametrize(("old", "new"), [(0, 7), (3, 700), (900, 1)])
+@pytest.mark.parametrize(("old", "new"), [(0, 7), (3, 400), (300, 1)])
 def test_moved_keys_are_as_the_model_computes_them_there(
     family: str, attention: str, old: int, new: int
 ) -> None:
@@ -206,8 +206,8 @@ def test_moved_keys_are_as_the_model_computes_them_there(
         buffer.layer(layer)[1].copy_(v)
     moved = shifted(buffer, old, new, len(ids))
     for layer, (k, v) in enumerate(there):
-        torch.testing.assert_close(moved.layer(layer)[0], k, atol=LIMIT, rtol=0)
-        torch.testing.assert_close(moved.layer(layer)[1], v, atol=LIMIT, rtol=0)
+        for mine, computed in zip(moved.layer(layer), (k, v), strict=True):
+            assert (mine - computed).norm() <= LIMIT * computed.norm()
 
 
 def shifted(buffer: KVBuffer, old: int, new: int, length: int) -> KVBuffer:
@@ -303,14 +303,47 @@ def test_encoder_decoders_are_refused() -> None:
         KVBoost(t5, families.tokenizer())
 
 
+def fresh(family: str, attention: str) -> tuple[KVBoost, tuple[str, str]]:
+    """Dynamic NTK remembers the longest prompt that a model has run: start from none."""
+    families.model.cache_clear()
+    families.generated.cache_clear()
+    return boost(family, attention), (family, attention)
+
+
+def uncached(family: str, attention: str, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """64 greedy tokens, each from a forward pass over everything before it."""
+    answer: list[int] = []
+    for _ in range(64):
+        scores = logits(family, attention, list(ids), [*answer, 0])
+        answer.append(int(scores[-1].argmax()))
+    return tuple(answer)
+
+
+@pytest.mark.parametrize(("family", "attention"), cases(VARYING))
+@pytest.mark.parametrize("length", [60, 110, 127, 128, 129, 200])
+def test_rotation_that_varies_with_length_is_as_in_transformers(
+    family: str, attention: str, length: int
+) -> None:
+    """Below, above and across the length of 128 from which frequencies are others."""
+    made, case = fresh(family, attention)
+    ids = tokens(length, 3)
+    # generate() of transformers 4.56 goes wrong where LongRoPE changes under eager attention.
+    reference = uncached if family == "phi3-longrope" else generated
+    expected = reference(*case, tuple(ids))
+    for _ in range(2):
+        made.model(torch.tensor([tokens(5, 0)]))  # resets dynamic NTK
+        assert made.generate(ids, max_new_tokens=64).token_ids == expected
+
+
 @pytest.mark.parametrize(("family", "attention"), cases(VARYING))
 def test_nothing_is_shared_between_rotary_regimes(family: str, attention: str) -> None:
-    made, case = boost(family, attention), (family, attention)
-    short, long = prompt(0)[:50], prompt(0, 1, 2)
+    made, case = fresh(family, attention)
+    short, long = prompt(0)[:60], prompt(0, 1, 2)
     assert_as_transformers(made, case, short)
     assert assert_as_transformers(made, case, short).usage.computed == 1
-    assert assert_as_transformers(made, case, [*long]).usage.exact == 0
-    assert_as_transformers(made, case, [*long])
-    moved = made.generate([*tokens(20, 4), *PIECES[1], *QUESTION], segments=[20, 80])
-    assert moved.usage.moved == 0
+    assert made.generate(long, max_new_tokens=2).usage.computed == len(long)
+    again = made.generate([*long, *QUESTION], max_new_tokens=2)
+    assert again.usage.exact == (len(long) if family == "phi3-longrope" else 0)
+    moved = made.generate([*tokens(30, 4), *PIECES[1], *QUESTION], segments=[30, 90])
+    assert moved.usage.computed == moved.usage.prompt
     assert assert_as_transformers(made, case, short).usage.computed == 1

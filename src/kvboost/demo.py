@@ -90,10 +90,9 @@ class Demo:
         return Result(turn, full, prefix, ours, divergence(wanted, got))
 
     def _summary(self) -> None:
-        def mean(name: str) -> float:
-            return statistics.mean(getattr(r, name).timing.ttft for r in self.results)
-
-        full, prefix, ours = mean("full"), mean("prefix"), mean("ours")
+        full = statistics.mean(r.full.timing.ttft for r in self.results)
+        prefix = statistics.mean(r.prefix.timing.ttft for r in self.results)
+        ours = statistics.mean(r.ours.timing.ttft for r in self.results)
         kl = statistics.mean(r.apart.kl_mean for r in self.results)
         top1 = statistics.mean(r.apart.top1 for r in self.results)
         self.console.print(

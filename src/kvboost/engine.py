@@ -141,6 +141,8 @@ class Engine:
     def plan(self, prompt: Prompt, reuse: Reuse) -> ReusePlan:
         """What would be reused, by the index alone."""
         length = len(prompt.ids)
+        if self.runner.support.regime(length) is None:
+            return ReusePlan(length, ())
         move = reuse == "auto" and self.runner.support.movable(length)
         chunks = self.chunker.split(prompt.ids, prompt.borders)
         return make_plan(chunks, self.keys(length), self.store, move=move)
@@ -148,13 +150,19 @@ class Engine:
     def keys(self, length: int) -> KeySpace:
         """The key space of prompts of this length."""
         regime = self.runner.support.regime(length)
-        return KeySpace(self.fingerprint, self._namespace, regime)
+        return KeySpace(self.fingerprint, self._namespace, regime or "")
 
     @torch.inference_mode()
     def step(self, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
         """Compute the last of `ids` (the prompt and the answer so far): logits `[1, vocab]`."""
+        length = len(ids)
+        regime = self.runner.support.regime
+        # Where LongRoPE changes its frequencies, all is computed again (transformers does the same).
+        again = regime(length) == "long" != regime(length - 1)
         with self._lock:
-            return self.runner.forward(prefilled.buffer, ids, range(len(ids) - 1, len(ids)))
+            return self.runner.forward(
+                prefilled.buffer, ids, range(0 if again else length - 1, length)
+            )
 
     @torch.inference_mode()
     def score(self, prefilled: Prefilled, answer: Sequence[int]) -> Tensor:
@@ -177,8 +185,12 @@ class Engine:
         Only KV of exact context goes under prefix keys. Moved KV is not stored again, so that its
         error is not passed on under new names.
         """
-        regime = self.runner.support.regime
-        if regime(len(ids)) != regime(len(prefilled.prompt.ids)):
+        prompt_regime, regime = map(
+            self.runner.support.regime, (len(prefilled.prompt.ids), len(ids))
+        )
+        if prompt_regime is None or regime not in (prompt_regime, None):
+            return
+        if regime is None:
             ids = prefilled.prompt.ids
         exact_until = len(ids) if prefilled.exact else prefilled.exact_until
         keys = self.keys(len(ids))

@@ -265,13 +265,11 @@ def run(
 
     ids, rows: `[1, R]` token ids and their positions. Without a mask the model builds its own.
     """
-    options = {_cache_argument(model): cache}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = keep
+    known = inspect.signature(model.forward).parameters
+    options = {_cache_argument(model): cache, "position_ids": rows, "logits_to_keep": keep}
+    options = {name: value for name, value in options.items() if name in known}
     try:
-        output = model(
-            input_ids=ids, position_ids=rows, attention_mask=mask, use_cache=True, **options
-        )
+        output = model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
     except _StopForward:
         return None
     return cast(Tensor, output.logits[0, -keep:])

@@ -18,7 +18,10 @@ MIN_MOVED_TOKENS = 16
 """Shorter isolated runs are computed: their repair costs what they save."""
 
 SHIFT_RATIO = 0.25
-"""A run whose changed context is at most this share of its length is a shift, else composition."""
+"""A changed gap of at most this share of the run after it is a shift, whatever came before."""
+
+SHIFT_GAP = 256
+"""So is a gap of at most so many tokens, if twice as much of the run's old context is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,8 @@ def _moved_runs(
         [e for e in index.variants(keys.content(c.ids)) if e.ids == c.ids] if c.end > start else []
         for c in chunks
     ]
-    present = {p.entry.key: len(p) for p in prefix}
+    ends: dict[ChunkKey, int] = {}
+    _note_ends(ends, 0, prefix)
     i = 0
     while i < len(chunks):
         # The prompt's first chunk is never taken from elsewhere: everything after it leans on its
@@ -212,10 +216,16 @@ def _moved_runs(
             continue
         pieces = (Piece(run[0], lo, len(run[0].ids)), *(Piece(e, 0, len(e.ids)) for e in run[1:]))
         same = run[0].parent == lineage[i - 1]
-        seam = Seam.NONE if same else _seam(pieces[0], here, tokens, present, index)
+        seam = Seam.NONE if same else _seam(pieces[0], here, tokens, ends, index)
         yield from _contiguous(here, pieces, seam)
-        present.update((p.entry.key, len(p)) for p in pieces)
+        _note_ends(ends, here, pieces)
         i += len(run)
+
+
+def _note_ends(ends: dict[ChunkKey, int], start: int, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        start += len(piece)
+        ends[piece.entry.key] = start
 
 
 def lineages(chunks: Sequence[Chunk], exact_until: int, keys: KeySpace) -> list[ChunkKey]:
@@ -241,14 +251,23 @@ def _run(head: Entry, i: int, variants: list[list[Entry]], lineage: list[ChunkKe
     return run
 
 
-def _seam(head: Piece, here: int, tokens: int, present: dict[ChunkKey, int], index: Index) -> Seam:
-    """Classify by how much of the context that the run was computed in is gone or new."""
-    common, parent = head.lo, head.entry.parent
-    while (entry := index.get(parent)) is not None:
-        common += present.get(parent, 0)
-        parent = entry.parent
-    changed = max(head.position - common, here - common)
-    return Seam.SHIFT if changed <= SHIFT_RATIO * tokens else Seam.COMPOSITION
+def _seam(head: Piece, here: int, tokens: int, ends: dict[ChunkKey, int], index: Index) -> Seam:
+    """Classify by what stood between the run and the nearest of its old context that is here.
+
+    An edit leaves a small gap after text that is here; a retrieved passage among new neighbours
+    finds nothing of its old context near. `ends` says where the chunks spliced so far end.
+    """
+    common, gap = 0, max(head.position, here)
+    key = head.entry.parent
+    while (entry := index.get(key)) is not None:
+        if key in ends:
+            if common == 0:
+                stood = entry.position + len(entry.ids)
+                gap = max(head.position - stood, here - ends[key])
+            common += len(entry.ids)
+        key = entry.parent
+    near = gap <= min(SHIFT_GAP, common / 2)
+    return Seam.SHIFT if near or gap <= SHIFT_RATIO * tokens else Seam.COMPOSITION
 
 
 def _contiguous(start: int, pieces: Sequence[Piece], seam: Seam) -> Iterator[Splice]:

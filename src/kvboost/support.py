@@ -27,8 +27,9 @@ class Support:
     """What a model's KV allows. `reason` says why it can't be moved, "" if it can.
 
     windows: sliding window of each kind of layer, None for full attention. max_tokens: the
-    model's context window, None if it names none. static_until: rotation frequencies depend on
-    the prompt's length beyond this (dynamic NTK, LongRoPE), None if never.
+    model's context window, None if it names none. static_until: rotation frequencies are others
+    for longer prompts (`scaling`: "longrope" has one other set, "dynamic" one for each length),
+    None if never.
     """
 
     layout: KVLayout
@@ -36,14 +37,18 @@ class Support:
     windows: dict[str, int | None]
     max_tokens: int | None
     static_until: int | None
+    scaling: str = ""
 
     def movable(self, length: int) -> bool:
         """Whether KV may be moved in a prompt of this length."""
         return not self.reason and (self.static_until is None or length <= self.static_until)
 
-    def regime(self, length: int) -> str:
-        """Names the rotation frequencies of a prompt; KV is never shared between regimes."""
-        return "" if self.static_until is None or length <= self.static_until else f"n{length}"
+    def regime(self, length: int) -> str | None:
+        """Names the rotation frequencies of a prompt; KV is never shared between regimes. None
+        where they depend on what else the model has run (dynamic NTK): KV is not shared at all."""
+        if self.static_until is None or length <= self.static_until:
+            return ""
+        return "long" if self.scaling == "longrope" else None
 
 
 @torch.inference_mode()
@@ -63,12 +68,15 @@ def probe_support(model: PreTrainedModel) -> Support:
     windows = _windows(config)
     if not reason and not _rows_agree(model, layout, windows, ids[0], logits):
         reason = "a pass over scattered rows does not give what a plain pass gives"
+    scaling, static_until, factor = _scaling(config)
+    window = getattr(config, "max_position_embeddings", None)
     return Support(
         layout=layout,
         reason=reason,
         windows=windows,
-        max_tokens=getattr(config, "max_position_embeddings", None),
-        static_until=_static_until(config),
+        max_tokens=window and int(window * factor),
+        static_until=static_until,
+        scaling=scaling,
     )
 
 
@@ -166,13 +174,17 @@ def _windows(config: object) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def _static_until(config: object) -> int | None:
+def _scaling(config: object) -> tuple[str, int | None, float]:
+    """Kind of rotation that changes with the prompt's length, beyond which length, and by how much
+    it stretches the window that the configuration names."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    kinds = {part.get("rope_type", part.get("type")) for part in parts}
-    if not kinds & {"dynamic", "longrope"}:
-        return None
-    limits = [part.get("original_max_position_embeddings") for part in parts]
-    own = getattr(config, "original_max_position_embeddings", None)
-    fallback = getattr(config, "max_position_embeddings", 0)
-    return next((n for n in [own, *limits] if n), fallback)
+    window = getattr(config, "max_position_embeddings", 0)
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type", part.get("type"))
+        if kind == "dynamic":
+            # transformers resets the frequencies for shorter prompts only, not at the limit.
+            return kind, window - 1, float(part.get("factor", 1))
+        if kind == "longrope":
+            own = getattr(config, "original_max_position_embeddings", None)
+            return kind, own or part.get("original_max_position_embeddings") or window, 1
+    return "", None, 1
