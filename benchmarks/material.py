@@ -11,14 +11,14 @@ from typing import Any
 
 from kvboost import Document
 
-_MODULES = (
-    "argparse ast bisect calendar cmd codeop colorsys configparser contextlib copy csv dataclasses "
-    "difflib dis enum filecmp fileinput fnmatch fractions functools glob graphlib gzip heapq hmac "
-    "inspect json.decoder keyword linecache locale mailbox mimetypes numbers operator optparse "
-    "pathlib pprint profile queue random sched selectors shelve shlex shutil socketserver "
-    "statistics string subprocess tarfile tempfile textwrap timeit tokenize trace types uuid "
-    "warnings wave weakref zipfile"
-).split()
+_MODULES = """
+argparse ast bisect calendar cmd codeop colorsys configparser contextlib copy csv dataclasses
+difflib dis enum filecmp fileinput fnmatch fractions functools glob graphlib gzip heapq hmac
+inspect json.decoder keyword linecache locale mailbox mimetypes numbers operator optparse
+pathlib pprint profile queue random sched selectors shelve shlex shutil socketserver
+statistics string subprocess tarfile tempfile textwrap timeit tokenize trace types uuid
+warnings wave weakref zipfile
+"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def reference_questions(
 def sources(tokens: int, tokenizer: Any) -> list[str]:
     """Source files of at least this many tokens, cut to it."""
     texts = []
-    for name in _MODULES:
+    for name in _MODULES.split():
         text = clip(inspect.getsource(importlib.import_module(name)), tokens, tokenizer)
         if len(tokenizer(text, verbose=False)["input_ids"]) >= tokens - 2:
             texts.append(text)

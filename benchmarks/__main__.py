@@ -1,0 +1,65 @@
+"""`make bench`: measure, then write docs/benchmarks.md and its plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+
+from benchmarks import core
+from benchmarks.report import write
+from kvboost import KVBoost
+
+
+def main(
+    model: Annotated[str, typer.Option(help="As for KVBoost.from_pretrained.")] = "default",
+    n: Annotated[int, typer.Option(help="Prompts per measurement.")] = 20,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("docs"),
+    only: Annotated[str, typer.Option(help="Measure only this one.")] = "",
+) -> None:
+    """Measure the core against plain transformers on this machine. Some 20 minutes on two cores."""
+    fast = KVBoost.from_pretrained(model)
+    exact = KVBoost.from_pretrained(model, dtype="float32")
+    parts = {
+        "cold": lambda: core.cold(fast, n),
+        "exact": lambda: core.exact(fast, n),
+        "edit": lambda: core.edit(fast, n) + core.edit(exact, n, " (float32)"),
+        "assembly": lambda: core.assembly(fast, n),
+        "composition": lambda: core.composition(fast, n),
+    }
+    record = out / "benchmarks.json"
+    results: dict[str, Any] = json.loads(record.read_text()) if only and record.exists() else {}
+    for name, measure in parts.items():
+        if only in ("", name):
+            results[name] = [row.json() for row in measure()]
+    results["machine"] = _machine(fast, model, n)
+    record.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, out)
+
+
+def _machine(boost: KVBoost, model: str, n: int) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "model": model,
+        "n": n,
+        "dtype": boost.stats().dtype,
+        "device": boost.stats().device,
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)
