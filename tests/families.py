@@ -1,11 +1,12 @@
-"""Tiny random models of many families: real architectures of transformers, weights of no meaning."""
+"""Tiny random models of many families: real architectures, weights of no meaning."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
-from functools import lru_cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def cases(families: Iterable[str]) -> list[tuple[str, str]]:
     return [(f, a) for f in families for a in ATTENTIONS if (f, a) != ("bloom", "sdpa")]
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(family: str, attention: str = "sdpa") -> Any:
     """A tiny fp32 model that never ends its answer; shared, so leave it as it was."""
     options = deepcopy(_SMALL | ALL[family])
@@ -128,7 +129,7 @@ def model(family: str, attention: str = "sdpa") -> Any:
     return made.requires_grad_(False)
 
 
-@lru_cache(maxsize=None)
+@cache
 def tokenizer() -> Any:
     """Words w0, w1, ... are token ids; nothing is special."""
     words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w0"))
@@ -147,7 +148,7 @@ def tokens(count: int, seed: int) -> list[int]:
     return [source.randrange(VOCABULARY) for _ in range(count)]
 
 
-@lru_cache(maxsize=None)
+@cache
 def generated(
     family: str, attention: str, ids: tuple[int, ...], count: int = 64
 ) -> tuple[int, ...]:
@@ -164,3 +165,21 @@ def logits(family: str, attention: str, ids: list[int], answer: list[int]) -> Te
     with torch.inference_mode():
         out = model(family, attention)(torch.tensor([[*ids, *answer[:-1]]]))
     return out.logits[0, len(ids) - 1 :].float()
+
+
+@contextmanager
+def counted(model: Any) -> Iterator[list[int]]:
+    """Rows that enter each forward pass."""
+    rows: list[int] = []
+    forward = model.forward
+
+    @wraps(forward)
+    def count(*args: Any, **kwargs: Any) -> Any:
+        rows.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    model.forward = count
+    try:
+        yield rows
+    finally:
+        del model.forward

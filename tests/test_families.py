@@ -1,17 +1,25 @@
-"""Every family, policy and attention through one matrix: equal to transformers, or said not to be."""
+"""Every family, policy and attention through one matrix: equal to transformers."""
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import families
 import pytest
 import torch
-from families import FIXED, MOVABLE, VARYING, WINDOW, boost, cases, generated, logits, tokens
+from families import (
+    FIXED,
+    MOVABLE,
+    VARYING,
+    WINDOW,
+    boost,
+    cases,
+    counted,
+    generated,
+    logits,
+    tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
@@ -96,7 +104,7 @@ def test_a_cold_prompt_is_as_transformers_computes_it(
 
 @each_movable
 def test_exact_hits_are_as_transformers_computes_them(family: str, attention: str) -> None:
-    """The same prompt again, all of its pieces in order, and a longer one: prefixes to the token."""
+    """The same prompt again, a part of it, a longer one: prefixes to the token."""
     made, case = primed(family, attention), (family, attention)
     whole = prompt(0, 1, 2, 3)
     again = assert_as_transformers(made, case, whole)
@@ -119,24 +127,6 @@ def test_full_recompute_is_as_transformers_computes_it_in_any_order(
     )
     assert completion.usage.recomputed == 20 + 180
     assert completion.exact
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """Rows that enter each forward pass."""
-    rows: list[int] = []
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def count(*args: Any, **kwargs: Any) -> Any:
-        rows.append(kwargs["input_ids"].shape[1])
-        return forward(*args, **kwargs)
-
-    model.forward = count
-    try:
-        yield rows
-    finally:
-        del model.forward
 
 
 @each_movable
@@ -262,6 +252,22 @@ def test_the_probe_sees_the_attention_that_the_model_gives(family: str, attentio
     torch.testing.assert_close(mass, expected, atol=1e-3, rtol=0)
 
 
+def tiny(kind: Any, model_type: str, **options: Any) -> Any:
+    config = AutoConfig.for_model(model_type, vocab_size=families.VOCABULARY, **options)
+    return kind.from_config(config).eval()
+
+
+def test_a_model_that_hides_its_attention_is_repaired_by_deviation() -> None:
+    """Falcon computes it without transformers' registry of attention functions."""
+    options = {"new_decoder_architecture": True, "num_kv_heads": 2, "num_attention_heads": 4}
+    falcon = tiny(AutoModelForCausalLM, "falcon", hidden_size=64, num_hidden_layers=3, **options)
+    made = KVBoost(falcon, families.tokenizer(), chunk_tokens=32)
+    made.prefill(prompt(0, 1), segments=borders(0, 1))
+    asked = {"segments": borders(1, 0), "recompute": "query", "max_new_tokens": 1}
+    completion = made.generate(prompt(1, 0), **asked)
+    assert [p.layers for p in completion.passes] == [3, 1, 3]
+
+
 @pytest.mark.parametrize(("family", "attention"), cases(["mistral-sliding", "gemma3", "cohere2"]))
 def test_decoding_goes_on_beyond_the_sliding_window(family: str, attention: str) -> None:
     made = boost(family, attention)
@@ -283,11 +289,6 @@ def test_models_without_rotary_positions_reuse_exact_prefixes(family: str, atten
     assert longer.usage.exact == len(prompt(0, 1))
     other = assert_as_transformers(made, case, prompt(1, 0), segments=borders(1, 0))
     assert other.usage.exact == len(HEAD) and other.usage.moved == 0
-
-
-def tiny(kind: Any, model_type: str, **options: Any) -> Any:
-    config = AutoConfig.for_model(model_type, vocab_size=families.VOCABULARY, **options)
-    return kind.from_config(config).eval()
 
 
 @pytest.mark.filterwarnings("ignore")

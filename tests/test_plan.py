@@ -312,13 +312,14 @@ def test_what_was_computed_after_a_moved_run_follows_it_without_a_seam() -> None
     """The same composition again: the run, and the answer that was computed behind it."""
     shelf = Shelf()
     shelf.store(chunked(A, B), 100)
+    shelf.store(chunked(D), 100)
     composed = chunked(D, B, E)
     keys = lineages(composed, len(D), KEYS)
     answer = composed[2]
     shelf.entries[keys[2]] = Entry(
         keys[2], keys[1], KEYS.content(answer.ids), answer.ids, answer.start
     )
-    run, after = make_plan(composed, KEYS, shelf, move=True).moved
+    _, run, after = make_plan(composed, KEYS, shelf, move=True).splices
     assert (run.seam, run.shift) == (Seam.COMPOSITION, len(D) - len(A))
     assert (after.seam, after.shift) == (Seam.NONE, 0)
 

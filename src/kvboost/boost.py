@@ -24,7 +24,7 @@ from kvboost.fingerprint import fingerprint, weights_version
 from kvboost.metrics import Stopwatch
 from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
 from kvboost.numerics import choose_device, choose_dtype
-from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike
+from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike, as_list
 from kvboost.recompute import FALLBACK, PROFILES, NoRecompute, RecomputePolicy, policy
 from kvboost.runner import ModelRunner
 from kvboost.sampling import Answer, Sampling
@@ -159,8 +159,9 @@ class KVBoost:
         """transformers' own cache of all but the prompt's last token, made with reuse.
 
         Hand it to `model.generate(input_ids, past_key_values=cache)` (`cache=cache` since
-        transformers 5.24) with the same ids: beam search, assisted decoding and streamers then
-        work on reused KV. The cache is the caller's.
+        transformers 5.24) with the same ids: processors, streamers and beam search (after
+        `cache.batch_repeat_interleave(num_beams)`) then work on reused KV. Assisted decoding of
+        transformers 5 goes wrong on any cache that is not empty. The cache is the caller's.
         """
         prefilled = self._prefill(prompt, self._options(options))
         keep = len(prefilled.prompt.ids) - 1
@@ -193,7 +194,7 @@ class KVBoost:
         Each is computed behind the opening of the chat template (or BOS), never alone: KV of a
         piece encoded alone has a false attention sink at its head. `progress` shows a bar.
         """
-        pieces = [self._prompts.warm(piece) for piece in texts]
+        pieces = [self._prompts.warm(piece) for piece in as_list("texts", texts)]
         for prompt in track(pieces, "Warming", disable=not progress or len(pieces) < 2):
             self._prefill(
                 prompt.ids, _Options(NoRecompute(), reuse="exact", segments=prompt.borders)
@@ -204,8 +205,7 @@ class KVBoost:
         """What would be reused of a prompt, chunk by chunk, and what differs at the first miss.
         Computes nothing and stores nothing."""
         parsed = self._options(options)
-        self._check_weights()
-        built = self._prompts.build(prompt, parsed.documents, parsed.segments)
+        built = self._build(prompt, parsed, self._clock())
         return explain(self._engine, built, parsed.reuse, self._prompts.decode)
 
     def clear(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvboost.chunking import Chunker
-from kvboost.errors import PromptError
+from kvboost.errors import ConfigError, PromptError
 from kvboost.keys import KeySpace
 from kvboost.kv import ChunkKV, KVBuffer
 from kvboost.metrics import Stopwatch
@@ -111,6 +112,7 @@ class Engine:
             clock.lap("assemble")
             probe = RequestProbe(self.runner, buffer, ids)
             rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
+            _check_rows(rows, plan, probe.computed, policy.name)
             clock.lap("probe")
             logits = probe.forward(rows)
             clock.lap("forward")
@@ -157,7 +159,7 @@ class Engine:
         """Compute the last of `ids` (the prompt and the answer so far): logits `[1, vocab]`."""
         length = len(ids)
         regime = self.runner.support.regime
-        # Where LongRoPE changes its frequencies, all is computed again (transformers does the same).
+        # Where LongRoPE changes its frequencies, all is computed again (transformers does so too).
         again = regime(length) == "long" != regime(length - 1)
         with self._lock:
             return self.runner.forward(
@@ -206,6 +208,16 @@ class Engine:
                 chain.append(key)
                 parent = key
             self.store.touch(chain)
+
+
+def _check_rows(rows: Sequence[int], plan: ReusePlan, computed: set[int], name: str) -> None:
+    """A policy may be the user's own: rows that nobody computes would be garbage, silently."""
+    ordered = all(a < b for a, b in pairwise(rows)) and rows[-1:] == [plan.length - 1]
+    if not ordered or not computed.union(rows).issuperset(plan.rows):
+        raise ConfigError(
+            f"recompute policy {name!r} must return sorted rows, the last one and all that neither "
+            "the plan covers nor a probe has computed among them"
+        )
 
 
 def _touches_moved(chunk: Chunk, plan: ReusePlan) -> bool:

@@ -309,17 +309,19 @@ def _observed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     observe, implementation = _observer.get()
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    observe(cast(int, module.layer_idx), query, key, mask, scaling)
+    observe(cast(int, module.layer_idx), query, key, attention_mask, scaling)
     if implementation == "eager":
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
         attend = ALL_ATTENTION_FUNCTIONS[implementation]
-    return cast("tuple[Tensor, Tensor | None]", attend(module, query, key, value, mask, **options))
+    return cast(
+        "tuple[Tensor, Tensor | None]", attend(module, query, key, value, attention_mask, **options)
+    )
 
 
 AttentionInterface.register(_PROBE, _observed)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from kvboost.errors import PromptError
 from kvboost.types import Document, Message
 
@@ -46,8 +48,8 @@ class PromptBuilder:
 
         Raises PromptError for an empty or ill-typed prompt, or pieces that are not in it.
         """
-        docs = [_document(d) for d in ([documents] if isinstance(documents, str) else documents)]
-        marks = list(segments)
+        docs = [_document(d) for d in as_list("documents", documents)]
+        marks = as_list("segments", segments)
         if isinstance(prompt, str):
             text = plain_documents(docs) + prompt
             pieces = [d.text for d in docs] + [_text(s) for s in marks]
@@ -102,9 +104,15 @@ class PromptBuilder:
     def _template(self, messages: list[Message], docs: list[Document]) -> str:
         listed = [{"title": d.title, "text": d.text} for d in docs]
         options = {"documents": listed} if docs else {}
-        text = self._tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **options
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **options
+            )
+        except (TemplateError, TypeError) as error:
+            raise PromptError(
+                f"the model's chat template refuses these messages ({error}): "
+                "give each a role and a text as content"
+            ) from error
         return str(text)
 
     def _tokenize(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Prompt:
@@ -119,6 +127,15 @@ class PromptBuilder:
         starts = [start for start, _ in out["offset_mapping"]]
         borders = {_first_at(starts, place) for span in spans for place in span}
         return Prompt(ids, tuple(sorted(borders - {0, len(ids)})))
+
+
+def as_list(name: str, given: Any) -> list[Any]:
+    """What the caller gave as a list; a single item may come alone."""
+    if isinstance(given, str | Mapping | Document):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise PromptError(f"{name} are a list, not {given!r:.80}")
+    return list(given)
 
 
 def plain_documents(documents: Sequence[Document]) -> str:

@@ -64,9 +64,11 @@ def _top(score: Tensor, rows: Sequence[int], ratio: float) -> list[int]:
     return [rows[i] for i in chosen]
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} must be between {low:g} and {high:g}, not {value!r}")
+def _check(name: str, value: float, low: float, high: float, kind: type = float) -> None:
+    number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{name} must be {what} between {low:g} and {high:g}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class SelectiveRecompute:
     name: str = field(default="selective", init=False)
 
     def __post_init__(self) -> None:
-        _check("head", self.head, 0, 4096)
-        _check("tail", self.tail, 0, 4096)
+        _check("head", self.head, 0, 4096, int)
+        _check("tail", self.tail, 0, 4096, int)
 
     def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
         ends = [s for s in plan.moved if s.end < plan.length]
@@ -125,7 +127,7 @@ class CacheBlendRecompute:
 
     def __post_init__(self) -> None:
         _check("ratio", self.ratio, 0, 1)
-        _check("layer", self.layer, 1, 1000)
+        _check("layer", self.layer, 1, 1000, int)
 
     def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
         moved = moved_rows(plan)
@@ -154,18 +156,21 @@ class QueryRecompute:
 
     def __post_init__(self) -> None:
         _check("ratio", self.ratio, 0, 1)
-        _check("head", self.head, 0, 4096)
+        _check("head", self.head, 0, 4096, int)
+        _check("last", self.last, 0, 1)
         _check("first", self.first, 0, self.last)
-        _check("last", self.last, self.first, 1)
 
     def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
         moved = moved_rows(plan)
         if not moved:
             return plan.rows
         heads = head_rows(plan, self.head)
-        band = range(int(self.first * probe.layers), max(1, round(self.last * probe.layers)))
+        first = min(int(self.first * probe.layers), probe.layers - 1)
+        band = range(first, max(first + 1, round(self.last * probe.layers)))
         rows = _union(plan.rows, plan.question, heads)
         mass = probe.attention(rows, plan.question, band)
+        if not mass.any():  # the model hides its attention
+            return CacheBlendRecompute(self.ratio).rows(plan, probe)
         done = set(heads)
         rest = [row for row in moved if row not in done]
         chosen = _top(mass[rest], rest, min(1.0, self.ratio * len(moved) / max(1, len(rest))))
@@ -219,13 +224,13 @@ _POLICIES: dict[str, Callable[[], RecomputePolicy]] = {
 def policy(choice: str | RecomputePolicy, profile: Profile) -> RecomputePolicy:
     """The policy of that name with its defaults, or the object itself.
 
-    Raises ConfigError for an unknown name.
+    Raises ConfigError for anything else.
     """
-    if not isinstance(choice, str):
+    if not isinstance(choice, str | type) and callable(getattr(choice, "rows", None)):
         return choice
     if choice == "auto":
         return AutoRecompute(profile)
-    if choice not in _POLICIES:
+    if not isinstance(choice, str) or choice not in _POLICIES:
         names = ", ".join(["auto", *_POLICIES])
         raise ConfigError(f"unknown recompute policy {choice!r}: choose one of {names}")
     return _POLICIES[choice]()

@@ -46,7 +46,8 @@ class Sampling:
         check("repetition_penalty", False, lambda p: 0 < p < float("inf"), "a number above 0")
         if self.seed is not None:
             check("seed", True, lambda s: 0 <= s < 2**63, "a whole number of at least 0, or None")
-        if not all(isinstance(s, str) and s for s in self.stops):
+        listed = isinstance(self.stop, str | list | tuple)
+        if not listed or not all(isinstance(s, str) and s for s in self.stops):
             raise ConfigError(f"stop must be a text or texts, none empty, not {self.stop!r}")
 
     @property

@@ -86,7 +86,12 @@ def _keys_at(
     """K and V `[H, T, D]` of every layer for the tokens at `position`, and the last logits."""
     cache = plain_cache(model)
     rows = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
-    logits = run(model, ids, rows, None, cache, 1)
+    try:
+        logits = run(model, ids, rows, None, cache, 1)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"this model does not run with transformers' plain KV cache: {error}"
+        ) from error
     layers = layer_kv(cache)
     if layers is None or logits is None:
         raise UnsupportedModelError(

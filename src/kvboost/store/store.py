@@ -41,8 +41,8 @@ class ChunkStore:
     """Stored chunks by lineage, by parent and by content.
 
     The budget is never exceeded: room is made before a chunk is stored, and a chunk that can't fit
-    is not stored. Least recently used goes first; a chain is always touched from its end to its
-    root, so a parent outlives the children that are reached through it.
+    is not stored. Of chunks that no other one follows, the least recently used goes first: a chain
+    is lost from its end, and a chain that is longer than the budget keeps its beginning.
     """
 
     def __init__(self, tier: Tier, max_bytes: int) -> None:
@@ -119,12 +119,17 @@ class ChunkStore:
         with self._lock:
             if not self.wants(entry):
                 return
-            if cost > self._max_bytes:
+            orphan = entry.exact and entry.position > 0 and entry.parent not in self._entries
+            if orphan or cost > self._max_bytes:
                 self._rejected += 1
                 return
             self._drop_outgrown(entry)
             while self._bytes + cost > self._max_bytes:
-                self._forget(next(iter(self._entries)))
+                victim = self._victim(entry.parent)
+                if victim is None:
+                    self._rejected += 1
+                    return
+                self._forget(victim)
                 self._evicted += 1
             self._tier.save(entry.key, kv)
             self._entries[entry.key] = entry
@@ -135,6 +140,11 @@ class ChunkStore:
             if entry.position > 0:
                 # A prompt's first tokens are its attention sink; elsewhere they would be a second.
                 self._variants[entry.content][entry.key] = entry
+
+    def _victim(self, parent: ChunkKey) -> ChunkKey | None:
+        """The chunk to evict for one that follows `parent`."""
+        ends = (key for key in self._entries if key != parent and not self._children.get(key))
+        return next(ends, None)
 
     def _drop_outgrown(self, entry: Entry) -> None:
         """The end of a chat's last turn, cut short where the prompt ended, is now stored longer."""
