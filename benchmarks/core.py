@@ -129,9 +129,9 @@ def composition(boost: KVBoost, n: int) -> list[Row]:
         for turn, (name, policy) in enumerate(policies.items()):
             if turn % 4 == 0:
                 theirs = seconds(partial(plain.first_token, q.text, docs))
-            ours = partial(boost.score, ask, documents=docs, recompute=policy)
-            pairs[name].append((seconds(partial(ours, answer[:1])), theirs))
-            apart[name].append(divergence(wanted, ours(answer)))
+            ours = boost.score(ask, answer, documents=docs, recompute=policy)
+            pairs[name].append((ours.ttft, theirs))
+            apart[name].append(divergence(wanted.logits, ours.logits))
     return [_row(name, pairs[name], apart[name], reused) for name in policies]
 
 
@@ -141,7 +141,8 @@ def compare(boost: KVBoost, q: Question) -> Divergence:
         chat(q.text), documents=q.documents, reuse="off", max_new_tokens=ANSWER
     ).token_ids
     wanted = boost.score(chat(q.text), answer, documents=q.documents, reuse="off")
-    return divergence(wanted, boost.score(chat(q.text), answer, documents=q.documents))
+    got = boost.score(chat(q.text), answer, documents=q.documents)
+    return divergence(wanted.logits, got.logits)
 
 
 def reuse_share(boost: KVBoost, text: str, documents: tuple[Document, ...] = ()) -> float:

@@ -120,10 +120,11 @@ def model(family: str, attention: str = "sdpa") -> Any:
     """A tiny fp32 model that never ends its answer; shared, so leave it as it was."""
     options = deepcopy(_SMALL | ALL[family])
     config = AutoConfig.for_model(options.pop("model_type"), **options)
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float32
-    ).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        ).eval()
     made.generation_config.eos_token_id = None
     made.generation_config.pad_token_id = 0
     return made.requires_grad_(False)

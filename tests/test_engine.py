@@ -124,7 +124,7 @@ def assert_predicts_as_transformers(
     """Logits of 64 greedy tokens: had one not been the largest, greedy text would differ."""
     answer = plain(made.model, ids, 64)
     documents = [STORIES[n] for n in order]
-    scores = made.score(CHAT, answer, documents=documents, **options)
+    scores = made.score(CHAT, answer, documents=documents, **options).logits
     assert tuple(scores.argmax(-1).tolist()) == answer
     with torch.inference_mode():
         out = made.model(torch.tensor([[*ids, *answer[:-1]]])).logits[0, len(ids) - 1 :]
@@ -147,11 +147,11 @@ def test_repair_comes_closer_to_full_recompute(made: KVBoost) -> None:
     answer = plain(made.model, ids_of(made, [2, 0, 1]), 8)
     ask(made, [0, 1, 2], max_new_tokens=1)
     documents = [STORIES[n] for n in [2, 0, 1]]
-    true = made.score(CHAT, answer, documents=documents, reuse="off")
+    true = made.score(CHAT, answer, documents=documents, reuse="off").logits
     assert true.argmax(-1).tolist() == list(answer)
     kl = {
         policy: divergence(
-            true, made.score(CHAT, answer, documents=documents, recompute=policy)
+            true, made.score(CHAT, answer, documents=documents, recompute=policy).logits
         ).kl_mean
         for policy in ("none", "auto", "full")
     }
@@ -483,9 +483,9 @@ def test_score_is_a_forward_pass() -> None:
     made, ids, answer = boost("llama"), tokens(100, 1), tokens(9, 2)
     expected = families.logits("llama", "sdpa", ids, answer)
     for reuse in ("off", "auto", "auto"):
-        scores = made.score(ids, answer, reuse=reuse)
+        scores = made.score(ids, answer, reuse=reuse).logits
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
-        one = made.score(ids, answer[:1], reuse=reuse)
+        one = made.score(ids, answer[:1], reuse=reuse).logits
         torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
     with pytest.raises(PromptError, match="the answer is empty"):
         made.score(ids, [])

@@ -37,6 +37,7 @@ from kvboost import (
 )
 from kvboost.kv import KVBuffer
 from kvboost.plan import Entry, Piece, Seam, Splice
+from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
 
 # A new policy joins every test here by one line.
@@ -81,7 +82,7 @@ def assert_as_transformers(
     completion = made.generate(ids, max_new_tokens=len(expected), **options)
     assert completion.token_ids == expected
     assert completion.usage.prompt == len(ids)
-    scores = made.score(ids, expected, **options)
+    scores = made.score(ids, expected, **options).logits
     torch.testing.assert_close(scores, logits(*case, ids, list(expected)), atol=LIMIT, rtol=0)
     return completion
 
@@ -246,7 +247,8 @@ def test_any_rows_over_a_correct_buffer_agree_with_a_full_prefill(
 def test_the_probe_sees_the_attention_that_the_model_gives(family: str, attention: str) -> None:
     runner, ids = ModelRunner(families.model(family, attention)), tokens(60, 8)
     with torch.inference_mode():
-        mass = runner.attention(runner.new_buffer(60), ids, range(60), range(55, 60), range(1, 4))
+        look = Look(range(55, 60), range(1, 4), 4)
+        mass = runner.attention(runner.new_buffer(60), ids, range(60), look)
         plain = families.model(family, "eager")(torch.tensor([ids]), output_attentions=True)
     expected = sum(a[0, :, 55:].sum((0, 1)) for a in plain.attentions[1:4])
     torch.testing.assert_close(mass, expected, atol=1e-3, rtol=0)

@@ -19,6 +19,7 @@ from kvboost.recompute import (
     AutoRecompute,
     CacheBlendRecompute,
     FullRecompute,
+    Look,
     NoRecompute,
     Profile,
     QueryRecompute,
@@ -46,12 +47,12 @@ class FakeProbe:
         self.asked.append((list(rows), layer))
         return self._scores(max(rows) + 1)[list(rows)]
 
-    def attention(self, rows: Sequence[int], queries: range, layers: range) -> Tensor:
-        assert set(queries) <= set(rows)
-        assert list(queries) == list(rows)[-len(queries) :]
-        assert layers and 0 <= layers.start < layers.stop <= self.layers
-        self.asked.append((list(rows), (queries, layers)))
-        self.computed.update(rows)
+    def attention(self, rows: Sequence[int], look: Look) -> Tensor:
+        assert list(look.queries) == list(rows)[-len(look.queries) :]
+        assert 0 <= look.layers.start < look.layers.stop <= look.depth <= self.layers
+        self.asked.append((list(rows), look))
+        if look.depth == self.layers:
+            self.computed.update(rows)
         return self._scores(max(rows) + 1)
 
     def _scores(self, count: int) -> Tensor:
@@ -167,10 +168,23 @@ def test_query_repairs_what_the_question_looks_at() -> None:
     score = torch.zeros(200).index_fill(0, torch.tensor([25, 31, 90, 150, 190]), 1.0)
     probe = FakeProbe(score=score)
     rows = QueryRecompute(ratio=2 / 140, head=8, first=0.5, last=0.95).rows(PLAN, probe)
-    assert rows == [90, 150, *range(180, 200)]  # 31 is a head: the first pass computed it
-    ((asked, (queries, layers)),) = probe.asked
-    assert asked == sorted({*GAPS, *range(30, 38), *range(120, 128)})
-    assert (queries, layers) == (range(180, 200), range(15, 28))
+    heads = [*range(30, 38), *range(120, 128)]  # 31 is one, so the ratio goes to others
+    assert rows == sorted({*GAPS, *heads, 90, 150})
+    assert probe.asked == [(GAPS, Look(range(180, 200), range(15, 28), 28))]
+
+
+def test_query_prefers_what_stands_near_a_seam() -> None:
+    rows = QueryRecompute(ratio=2 / 140, head=0).rows(PLAN, FakeProbe(score=torch.ones(200)))
+    assert rows == sorted({*GAPS, 30, 120})  # 80 has no seam before it
+
+
+def test_query_computes_much_new_text_only_once() -> None:
+    plan = ReusePlan(400, (splice(30, 50), splice(200, 100)))
+    probe = FakeProbe()
+    rows = QueryRecompute(ratio=0.1).rows(plan, probe)
+    assert [look.depth for _, look in probe.asked] == [30]
+    assert set(rows) & set(plan.rows) == set(plan.question) == set(range(300, 400))
+    assert set(plan.rows) <= probe.computed
 
 
 def test_query_falls_back_on_deviation_where_attention_is_hidden() -> None:
@@ -183,7 +197,7 @@ def test_query_falls_back_on_deviation_where_attention_is_hidden() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
 def test_query_keeps_its_ratio_beside_the_heads(ratio: float) -> None:
     rows = QueryRecompute(ratio=ratio, head=10).rows(PLAN, FakeProbe())
-    assert len(rows) == 20 + min(round(ratio * 140), 120)
+    assert len(rows) == len(GAPS) + 20 + min(round(ratio * 140), 120)
 
 
 def test_auto_takes_the_repair_of_the_regime() -> None:

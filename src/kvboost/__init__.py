@@ -1,6 +1,6 @@
 """KVBoost: reuse the KV cache of text a model has seen before, wherever it stands in the prompt."""
 
-from kvboost.boost import KVBoost, Stats, Stream
+from kvboost.boost import KVBoost, Score, Stats, Stream
 from kvboost.config import Config
 from kvboost.errors import (
     ConfigError,
@@ -42,6 +42,7 @@ __all__ = [
     "PromptError",
     "QueryRecompute",
     "RecomputePolicy",
+    "Score",
     "SelectiveRecompute",
     "Stats",
     "Stream",

@@ -71,6 +71,16 @@ class Stats:
     store: StoreStats
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """logits: float32 `[answer tokens, vocab]`. usage: of the prompt. ttft: seconds of wall clock
+    from the call to the first token's logits."""
+
+    logits: Tensor
+    usage: Usage
+    ttft: float
+
+
 class Stream(Iterator[str]):
     """The text of an answer as it comes. `completion` is there once the text has ended."""
 
@@ -172,8 +182,8 @@ class KVBoost:
 
     def score(
         self, prompt: PromptLike, answer: Sequence[int], **options: Unpack[PromptOptions]
-    ) -> Tensor:
-        """Logits `[len(answer), vocab]`, float32, that predict each token of a given answer.
+    ) -> Score:
+        """The logits that predict each token of a given answer, and what they cost.
 
         For measuring: with reuse="off" they are the reference that `metrics.divergence` compares
         others with. Nothing is stored or counted.
@@ -186,7 +196,8 @@ class KVBoost:
         if room < len(answer):
             raise PromptError(f"the answer is {len(answer) - room} tokens over the model's window")
         prefilled = self._engine.prefill(built, parsed.reuse, parsed.policy, room - 1, clock)
-        return self._engine.score(prefilled, answer)
+        ttft = clock.elapsed()
+        return Score(self._engine.score(prefilled, answer), prefilled.usage, ttft)
 
     def warm(self, texts: Iterable[DocumentLike], *, progress: bool = True) -> int:
         """Compute and store pieces ahead of their first question; returns the tokens stored.

@@ -87,7 +87,7 @@ class Demo:
         got = self.ours.score(messages, full.token_ids, documents=docs)
         ours = self.ours.generate(messages, documents=docs, max_new_tokens=n)
         self.chat = [*messages, {"role": "assistant", "content": ours.text}]
-        return Result(turn, full, prefix, ours, divergence(wanted, got))
+        return Result(turn, full, prefix, ours, divergence(wanted.logits, got.logits))
 
     def _summary(self) -> None:
         full = statistics.mean(r.full.timing.ttft for r in self.results)

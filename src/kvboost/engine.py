@@ -20,7 +20,7 @@ from kvboost.kv import ChunkKV, KVBuffer
 from kvboost.metrics import Stopwatch
 from kvboost.plan import Entry, ReusePlan, lineages, make_plan
 from kvboost.prompt import Prompt
-from kvboost.recompute import RecomputePolicy
+from kvboost.recompute import Look, RecomputePolicy
 from kvboost.runner import ModelRunner
 from kvboost.store import ChunkStore
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
@@ -41,20 +41,21 @@ class RequestProbe:
         return self.runner.layers
 
     def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
-        self.passes.append(ForwardPass(len(rows), layer))
+        self._count(rows, layer)
         return self.runner.deviation(self.buffer, self.ids, rows, layer)
 
-    def attention(self, rows: Sequence[int], queries: range, layers: range) -> Tensor:
-        self._count(rows)
-        return self.runner.attention(self.buffer, self.ids, rows, queries, layers)
+    def attention(self, rows: Sequence[int], look: Look) -> Tensor:
+        self._count(rows, look.depth)
+        return self.runner.attention(self.buffer, self.ids, rows, look)
 
     def forward(self, rows: Sequence[int]) -> Tensor:
-        self._count(rows)
+        self._count(rows, self.layers)
         return self.runner.forward(self.buffer, self.ids, rows)
 
-    def _count(self, rows: Sequence[int]) -> None:
-        self.passes.append(ForwardPass(len(rows), self.layers))
-        self.computed.update(rows)
+    def _count(self, rows: Sequence[int], layers: int) -> None:
+        self.passes.append(ForwardPass(len(rows), layers))
+        if layers == self.layers:
+            self.computed.update(rows)
 
 
 @dataclass(frozen=True)

@@ -227,19 +227,22 @@ class RowCache(Cache):
         self.length = length
         self._buffer = buffer
         self._rows = rows
-        self._compare_at: int | None = None
+        self._stop: int | None = None
+        self._compare = False
         self.deviation: Tensor | None = None
 
-    def stop_at(self, layer: int) -> None:
-        """End the pass at `layer`: leave there how far fresh K and V are from the buffer's."""
-        self._compare_at = layer
+    def stop_at(self, layer: int, *, compare: bool = False) -> None:
+        """End the pass before `layer` writes; `compare` leaves in `deviation` how far its fresh K
+        and V are from the buffer's."""
+        self._stop, self._compare = layer, compare
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k_buffer, v_buffer = self._buffer.layer(layer)
         rows = self._rows
-        if layer == self._compare_at:
-            at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-            self.deviation = _distance(k[0], k_buffer[:, at]) + _distance(v[0], v_buffer[:, at])
+        if layer == self._stop:
+            if self._compare:
+                at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+                self.deviation = _distance(k[0], k_buffer[:, at]) + _distance(v[0], v_buffer[:, at])
             raise _StopForward
         if not isinstance(rows, range):
             k_buffer.index_copy_(1, rows, k[0])

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kvboost.errors import ConfigError
 from kvboost.plan import ReusePlan, Seam
+
+
+class Look(NamedTuple):
+    """What an attention probe looks at: which rows ask (they are the last ones), in which layers;
+    and through how many layers all rows are computed."""
+
+    queries: range
+    layers: range
+    depth: int
 
 
 class Probe(Protocol):
@@ -27,9 +37,9 @@ class Probe(Protocol):
         relative to their size, float32 `[rows]`. What was computed below `layer` stays."""
         ...
 
-    def attention(self, rows: Sequence[int], queries: range, layers: range) -> Tensor:
-        """Compute `rows` through all layers: the attention mass that `queries` (part of `rows`)
-        give each position in `layers`, float32 `[length]`. What was computed stays."""
+    def attention(self, rows: Sequence[int], look: Look) -> Tensor:
+        """Compute `rows` through the first `look.depth` layers: the attention mass that the queries
+        give each position, float32 `[length]`. What was computed stays."""
         ...
 
 
@@ -141,17 +151,19 @@ class CacheBlendRecompute:
 
 @dataclass(frozen=True, slots=True)
 class QueryRecompute:
-    """Recomputes what the question looks at (ours; measured in docs/benchmarks.md).
+    """Recomputes what the question looks at, weighed by how stale it is likely to be (ours).
 
-    First pass: run heads, uncovered rows and the question. Attention mass that the question gives
-    each moved token is summed over layers from `first` to `last` (shares of the depth). Second
-    pass: the share `ratio` of moved tokens with the most mass, and the question again.
+    First pass: the rows that nothing covers, the question among them, up to the end of the band of
+    layers from `first` to `last` (shares of the depth). Each moved token's score is the attention
+    mass that the question gives it there, times the expected damage at its distance from the seam
+    before it. Second pass: those rows, the first `head` tokens of every run, and the share `ratio`
+    of moved tokens with the highest scores. Measured in docs/adr/0004 and docs/benchmarks.md.
     """
 
-    ratio: float = 0.12
-    head: int = 16
+    ratio: float = 0.14
+    head: int = 0
     first: float = 0.5
-    last: float = 0.95
+    last: float = 0.8
     name: str = field(default="query", init=False)
 
     def __post_init__(self) -> None:
@@ -164,17 +176,37 @@ class QueryRecompute:
         moved = moved_rows(plan)
         if not moved:
             return plan.rows
-        heads = head_rows(plan, self.head)
         first = min(int(self.first * probe.layers), probe.layers - 1)
         band = range(first, max(first + 1, round(self.last * probe.layers)))
-        rows = _union(plan.rows, plan.question, heads)
-        mass = probe.attention(rows, plan.question, band)
+        asked = _union(plan.rows, plan.question)
+        # Much new text before the question is computed once, through all layers, not twice.
+        once = len(asked) - len(plan.question) > _TWICE
+        mass = probe.attention(
+            asked, Look(plan.question, band, probe.layers if once else band.stop)
+        )
         if not mass.any():  # the model hides its attention
             return CacheBlendRecompute(self.ratio).rows(plan, probe)
-        done = set(heads)
-        rest = [row for row in moved if row not in done]
-        chosen = _top(mass[rest], rest, min(1.0, self.ratio * len(moved) / max(1, len(rest))))
-        return _union(plan.question, chosen)
+        heads = head_rows(plan, self.head)
+        rest = sorted(set(moved).difference(heads))
+        score = mass[rest] * _damage(plan)[rest].to(mass.device)
+        chosen = _top(score, rest, min(1.0, self.ratio * len(moved) / max(1, len(rest))))
+        return _union(plan.question if once else asked, heads, chosen)
+
+
+_TWICE = 64
+"""So many uncovered rows before the question may be computed twice, to end the probe early."""
+
+
+def _damage(plan: ReusePlan) -> Tensor:
+    """Expected deviation of moved KV, up to a factor, `[length]`: it falls with the distance d to
+    the seam before as (d + 2)^-0.6 (fitted on SmolLM2-135M, docs/adr/0004)."""
+    distance = torch.zeros(plan.length)
+    seam = 0
+    for splice in plan.moved:
+        if splice.seam is not Seam.NONE:
+            seam = splice.start
+        distance[splice.start : splice.end] = torch.arange(splice.start, splice.end) - seam
+    return (distance + 2) ** -0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +217,14 @@ class Profile:
     composition: RecomputePolicy
 
 
-FALLBACK = Profile(SelectiveRecompute(head=32), QueryRecompute(ratio=0.15, head=16))
+FALLBACK = Profile(SelectiveRecompute(head=32), QueryRecompute(ratio=0.2, head=8))
 """For models nobody has measured: dearer than the measured ones."""
 
-PROFILES: dict[str, Profile] = {}
-"""By `CausalModel.shape`."""
+PROFILES = {
+    # SmolLM2-135M: docs/benchmarks.md
+    "llama-30x576": Profile(SelectiveRecompute(head=16), QueryRecompute()),
+}
+"""By `ModelRunner.shape`."""
 
 
 @dataclass(frozen=True, slots=True)

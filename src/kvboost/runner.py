@@ -14,6 +14,7 @@ from torch import Tensor
 from kvboost.kv import KVBuffer
 from kvboost.mask import causal_mask
 from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
+from kvboost.recompute import Look
 from kvboost.support import Support, probe_support
 
 
@@ -48,27 +49,23 @@ class ModelRunner:
         """Compute `rows` below `layer`; how far fresh K and V there are from the buffer's,
         float32 `[rows]`."""
         cache, mask, tokens, positions = self._prepare(buffer, ids, rows)
-        cache.stop_at(layer)
+        cache.stop_at(layer, compare=True)
         run(self.model, tokens, positions, mask, cache, 1)
         assert cache.deviation is not None
         return cache.deviation
 
     def attention(
-        self,
-        buffer: KVBuffer,
-        ids: Sequence[int],
-        rows: Sequence[int],
-        queries: range,
-        layers: range,
+        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], look: Look
     ) -> Tensor:
-        """Compute `rows`; the attention mass that `queries` (the last of `rows`) give each
-        position in `layers`, float32 `[len(ids)]`. Zero if the model hides its attention."""
+        """Compute `rows` as deep as `look` says; the attention mass that its queries give each
+        position in its layers, float32 `[len(ids)]`. Zero if the model hides its attention."""
         cache, mask, tokens, positions = self._prepare(buffer, ids, rows, masked=True)
+        cache.stop_at(look.depth)
         mass = torch.zeros(len(ids), device=self.layout.device)
-        last = min(len(queries), _MAX_QUERIES)
+        last = min(len(look.queries), _MAX_QUERIES)
 
         def observe(layer: int, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> None:
-            if layer in layers:
+            if layer in look.layers:
                 mass.add_(_attention_mass(q[:, :, -last:], k, mask, scaling))
 
         with observed_attention(self.model, observe):
