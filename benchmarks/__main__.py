@@ -30,7 +30,6 @@ def main(
         "cold": lambda: core.cold(fast, n),
         "exact": lambda: core.exact(fast, n),
         "edit": lambda: core.edit(fast, n) + core.edit(exact, n, " (float32)"),
-        "assembly": lambda: core.assembly(fast, n),
         "composition": lambda: core.composition(fast, n),
     }
     record = out / "benchmarks.json"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvboost import KVBoost
 from kvboost.types import Document
@@ -36,15 +38,6 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
     return Ratio(statistics.median(ratios), medians[50], medians[1949], len(ratios))
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Wall time of a call; a GPU is waited for on both sides."""
-    _wait()
-    start = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - start
-
-
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -54,23 +47,47 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What plain transformers answers: seconds to the first token, greedy ids, their logits."""
+
+    ttft: float
+    ids: list[int]
+    logits: Tensor
+
+
 class Plain:
-    """Plain transformers: the same chat template, one forward pass, the first token."""
+    """Plain transformers: the same chat template, one forward pass a step, its own cache."""
 
     def __init__(self, boost: KVBoost) -> None:
         self._boost = boost
+        known = inspect.signature(boost.model.forward).parameters
+        self._cache = "cache" if "cache" in known else "past_key_values"
+
+    def ttft(self, text: str, documents: Sequence[Document] = ()) -> float:
+        return self.answer(text, documents, 1).ttft
 
     @torch.inference_mode()
-    def first_token(self, text: str, documents: Sequence[Document] = ()) -> int:
-        boost = self._boost
+    def answer(self, text: str, documents: Sequence[Document] = (), n: int = 16) -> Reference:
+        """The greedy answer of n tokens, end-of-text ones included."""
+        boost, model = self._boost, self._boost.model
+        _wait()
+        start = time.perf_counter()
         whole = "".join(f"Document: {d.title}\n{d.text}\n\n" for d in documents) + text
         rendered = boost.tokenizer.apply_chat_template(
             chat(whole), tokenize=False, add_generation_prompt=True
         )
-        ids = boost.tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
-        tokens: Any = ids["input_ids"].to(boost.model.device)
-        out = boost.model(input_ids=tokens, use_cache=True, logits_to_keep=1)
-        return int(out.logits[0, -1].argmax())
+        tokens = boost.tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
+        out = model(tokens["input_ids"].to(model.device), use_cache=True, logits_to_keep=1)
+        logits, ids = [out.logits[0, -1:].float()], [int(out.logits[0, -1].argmax())]
+        _wait()
+        ttft = time.perf_counter() - start
+        while len(ids) < n:
+            step = torch.tensor([[ids[-1]]], device=model.device)
+            out = model(step, **{self._cache: out[self._cache]})
+            logits.append(out.logits[0, -1:].float())
+            ids.append(int(out.logits[0, -1].argmax()))
+        return Reference(ttft, ids, torch.cat(logits))
 
 
 def first_token(boost: KVBoost, text: str, **options: Any) -> tuple[float, float]:

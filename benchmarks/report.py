@@ -28,7 +28,7 @@ def write(results: dict[str, Any], out: Path) -> None:
 def _tables(results: dict[str, Any]) -> str:
     lines = ["", ", ".join(f"{k} {v}" for k, v in results["machine"].items()) + "."]
     lines += _head("measurement", "bar")
-    for part in ("cold", "exact", "edit", "assembly"):
+    for part in ("cold", "exact", "edit"):
         lines += [_line(row, bar=True) for row in results.get(part, [])]
     if "composition" in results:
         lines += _head("composition: repair")

@@ -223,6 +223,13 @@ FALLBACK = Profile(SelectiveRecompute(head=32), QueryRecompute(ratio=0.2, head=8
 PROFILES = {
     # SmolLM2-135M: docs/benchmarks.md
     "llama-30x576": Profile(SelectiveRecompute(head=16), QueryRecompute()),
+    # Qwen2.5 0.5B and 1.5B: DESIGN.md section 10, and docs/adr/0004
+    "qwen2-24x896": Profile(
+        SelectiveRecompute(head=16), QueryRecompute(ratio=0.12, head=16, last=0.95)
+    ),
+    "qwen2-28x1536": Profile(
+        SelectiveRecompute(head=16), QueryRecompute(ratio=0.12, head=8, last=0.95)
+    ),
 }
 """By `ModelRunner.shape`."""
 
