@@ -143,6 +143,27 @@ def test_pieces_in_another_order_are_moved(made: KVBoost, policy: Any) -> None:
     assert completion.exact == (policy.name == "full")
 
 
+@pytest.mark.parametrize(
+    ("kv_format", "size", "limit"), [("k8v8", 0.32, 5e-4), ("k8v4", 0.25, 0.01), ("k4v4", 0.21, 0.05)]
+)
+def test_quantised_kv_is_small_and_close_and_never_called_exact(
+    default_model: Any, made: KVBoost, kv_format: str, size: float, limit: float
+) -> None:
+    small = KVBoost(*default_model, kv_format=kv_format)
+    answer = ask(made, [0, 1]).token_ids
+    assert ask(small, [0, 1]).exact
+    again = ask(small, [0, 1], max_new_tokens=1)
+    assert again.usage.exact == again.usage.prompt - 1 and not again.exact
+    assert ask(small, [0, 1], recompute="full", reuse="off", max_new_tokens=1).exact
+    assert small.stats().store.bytes < size * made.stats().store.bytes  # of float32
+    documents = [STORIES[0], STORIES[1]]
+    true, close = (
+        one.score(CHAT, answer, documents=documents, reuse=reuse).logits
+        for one, reuse in ((made, "off"), (small, "exact"))
+    )
+    assert 0 < divergence(true, close).kl_mean < limit
+
+
 def test_repair_comes_closer_to_full_recompute(made: KVBoost) -> None:
     answer = plain(made.model, ids_of(made, [2, 0, 1]), 8)
     ask(made, [0, 1, 2], max_new_tokens=1)

@@ -36,9 +36,9 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.kv import KVBuffer
-from kvboost.plan import Entry, Piece, Seam, Splice
 from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
+from kvboost.store.codec import encode, place
 
 # A new policy joins every test here by one line.
 POLICIES: dict[str, RecomputePolicy] = {
@@ -203,12 +203,9 @@ def test_moved_keys_are_as_the_model_computes_them_there(
 
 def shifted(buffer: KVBuffer, old: int, new: int, length: int) -> KVBuffer:
     """A buffer whose first tokens, computed at position `old`, are placed as if at `new`."""
-    key = families.KEYS.root
-    entry = Entry(key, key, key, tuple(range(length)), old - new)
+    packed = encode(buffer.cut(0, length), buffer.layout, old - new, "raw")
     target = KVBuffer(buffer.layout, length)
-    target.place(
-        Splice(0, (Piece(entry, 0, length),), exact=False, seam=Seam.NONE), [buffer.cut(0, length)]
-    )
+    place(packed, 0, length, 0, target)
     return target
 
 

@@ -15,6 +15,7 @@ from kvboost.kv import ChunkKV, KVBuffer, KVLayout, LayerGroup
 from kvboost.mask import causal_mask
 from kvboost.plan import Entry, Piece, Seam, Splice
 from kvboost.rope import KeyShifter, Rotation
+from kvboost.store import encode, place_run
 
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.07, 0.001], dtype=torch.float64)
 KEY = KeySpace("model").root
@@ -101,8 +102,8 @@ def entry(position: int, count: int) -> Entry:
 
 def test_what_is_cut_out_is_placed_bit_for_bit() -> None:
     buffer, other = filled(40), filled(40)
-    kv = buffer.cut(10, 25)
-    other.place(splice(10, Piece(entry(10, 15), 0, 15)), [kv])
+    packed = encode(buffer.cut(10, 25), buffer.layout, 10, "raw")
+    place_run(splice(10, Piece(entry(10, 15), 0, 15)), [packed], other)
     for n in range(5):
         for mine, theirs in zip(other.layer(n), buffer.layer(n), strict=True):
             assert torch.equal(mine[:, 10:25], theirs[:, 10:25])
@@ -114,7 +115,8 @@ def test_a_splice_touches_its_own_tokens_only_and_moves_keys_not_values() -> Non
     pieces = (Piece(entry(10, 15), 4, 15), Piece(entry(25, 20), 0, 7))
     run = splice(30, *pieces)
     assert (run.end, run.shift) == (48, 16)
-    target.place(run, [source.cut(10, 25), source.cut(25, 45)])
+    stored = [encode(source.cut(a, b), source.layout, a, "raw") for a, b in ((10, 25), (25, 45))]
+    place_run(run, stored, target)
     for n in range(5):
         (k, v), (old_k, old_v), (from_k, from_v) = target.layer(n), before[n], source.layer(n)
         still = n == 4

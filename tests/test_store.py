@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvboost.keys import ChunkKey, KeyKind, KeySpace
-from kvboost.kv import ChunkKV
 from kvboost.plan import Entry, Piece, ReusePlan, Seam, Splice
-from kvboost.store import ChunkStore, MemoryTier
+from kvboost.store import ChunkStore, MemoryTier, PackedKV
 
 KEYS = KeySpace("model", "tenant")
 
 
-def some_kv(count: int) -> ChunkKV:
-    return ChunkKV((torch.zeros(2, 1, count, 8),), (torch.zeros(2, 1, count, 8),))
+def some_kv(count: int) -> PackedKV:
+    zeros = {name: torch.zeros(2, 1, count, 8) for name in ("k0", "v0")}
+    return PackedKV("raw", 0, count, count, zeros)
 
 
 def entry(ids: Sequence[int], parent: Entry | None = None, *, exact: bool = True) -> Entry:
@@ -55,7 +55,7 @@ class Forgetful(MemoryTier):
         self._kv.pop(key)
 
     @property
-    def kept(self) -> dict[ChunkKey, ChunkKV]:
+    def kept(self) -> dict[ChunkKey, PackedKV]:
         return self._kv
 
 

@@ -122,7 +122,7 @@ class KVBoost:
         sizes = ChunkingConfig(min(32, mean // 2), mean, max(256, 3 * mean))
         chunker = Chunker(sizes, frozenset(tokenizer.all_special_ids))
         store = ChunkStore(MemoryTier(), self.config.max_bytes)
-        self._engine = Engine(runner, store, chunker, self.config.namespace)
+        self._engine = Engine(runner, store, chunker, self.config)
         self._profile = PROFILES.get(runner.shape, FALLBACK)
         self._weights: int | None = None
         self._totals: Counter[str] = Counter()

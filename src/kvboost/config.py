@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from kvboost.errors import ConfigError
+
+KVFormat = Literal["raw", "k8v8", "k8v4", "k4v4"]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """namespace: nothing is found across namespaces. max_bytes: hard limit of stored KV, index
-    included. chunk_tokens: mean chunk length that content-defined boundaries aim at."""
+    """What KVBoost's constructor takes.
+
+    namespace: nothing is found across namespaces. max_bytes: hard limit of stored KV, index
+    included. chunk_tokens: mean chunk length that content-defined boundaries aim at. kv_format: how
+    KV is kept: "raw" as the model made it, or quantised: "k8v8", "k8v4", "k4v4", in .54, .42, .32
+    of bf16's bytes. Answers on quantised KV are never called exact (docs/entry-format.md).
+    """
 
     namespace: str = "default"
     max_bytes: int = 4 << 30
     chunk_tokens: int = 80
+    kv_format: KVFormat = "raw"
 
     def __post_init__(self) -> None:
         if not isinstance(self.namespace, str) or not self.namespace:
@@ -25,3 +34,6 @@ class Config:
                 raise ConfigError(
                     f"{name} must be a whole number of at least {least}, not {value!r}"
                 )
+        if self.kv_format not in get_args(KVFormat):
+            known = ", ".join(get_args(KVFormat))
+            raise ConfigError(f"kv_format must be one of {known}, not {self.kv_format!r}")

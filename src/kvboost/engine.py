@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvboost.chunking import Chunker
+from kvboost.config import Config
 from kvboost.errors import ConfigError, PromptError
 from kvboost.keys import KeySpace
-from kvboost.kv import ChunkKV, KVBuffer
+from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
 from kvboost.plan import Entry, ReusePlan, lineages, make_plan
 from kvboost.prompt import Prompt
 from kvboost.recompute import Look, RecomputePolicy
 from kvboost.runner import ModelRunner
-from kvboost.store import ChunkStore
+from kvboost.store import ChunkStore, PackedKV, encode, place_run
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
 
 
@@ -62,7 +63,8 @@ class RequestProbe:
 class Prefilled:
     """A prompt whose KV is in its buffer. logits: the last token's, float32 `[1, vocab]`.
 
-    KV in [0, exact_until) has exactly this prompt's context.
+    KV in [0, exact_until) has exactly this prompt's context. `rounded`: some of what was used had
+    been stored quantised.
     """
 
     prompt: Prompt
@@ -72,10 +74,12 @@ class Prefilled:
     exact_until: int
     usage: Usage
     passes: tuple[ForwardPass, ...]
+    rounded: bool = False
 
     @property
     def exact(self) -> bool:
-        return self.exact_until == len(self.prompt.ids)
+        """Whether the logits are those of full recompute, up to kernel noise."""
+        return self.exact_until == len(self.prompt.ids) and not self.rounded
 
 
 class Engine:
@@ -85,12 +89,12 @@ class Engine:
     """
 
     def __init__(
-        self, runner: ModelRunner, store: ChunkStore, chunker: Chunker, namespace: str
+        self, runner: ModelRunner, store: ChunkStore, chunker: Chunker, config: Config
     ) -> None:
         self.runner = runner
         self.store = store
         self.chunker = chunker
-        self._namespace = namespace
+        self._config = config
         self.fingerprint = ""
         self._lock = threading.Lock()
 
@@ -109,7 +113,7 @@ class Engine:
             clock.lap("lookup")
             buffer = self.runner.new_buffer(len(ids) + room)
             for splice, kvs in zip(plan.splices, stored, strict=True):
-                buffer.place(splice, kvs)
+                place_run(splice, kvs, buffer)
             clock.lap("assemble")
             probe = RequestProbe(self.runner, buffer, ids)
             rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
@@ -117,7 +121,9 @@ class Engine:
             clock.lap("probe")
             logits = probe.forward(rows)
             clock.lap("forward")
-        return _prefilled(prompt, plan, rows, probe, logits)
+        made = _prefilled(prompt, plan, rows, probe, logits)
+        reused = made.usage.exact + made.usage.moved > 0
+        return replace(made, rounded=reused and self._config.kv_format != "raw")
 
     def room(self, tokens: int, wanted: int) -> int:
         """How many of `wanted` tokens may follow a prompt of `tokens`: at least one. Raises
@@ -132,7 +138,7 @@ class Engine:
             )
         return min(wanted, window - tokens + 1)
 
-    def _lookup(self, prompt: Prompt, reuse: Reuse) -> tuple[ReusePlan, list[list[ChunkKV]]]:
+    def _lookup(self, prompt: Prompt, reuse: Reuse) -> tuple[ReusePlan, list[list[PackedKV]]]:
         if reuse == "off":
             return ReusePlan(len(prompt.ids), ()), []
         while True:
@@ -153,7 +159,7 @@ class Engine:
     def keys(self, length: int) -> KeySpace:
         """The key space of prompts of this length."""
         regime = self.runner.support.regime(length)
-        return KeySpace(self.fingerprint, self._namespace, regime or "")
+        return KeySpace(self.fingerprint, self._config.namespace, regime or "")
 
     @torch.inference_mode()
     def step(self, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
@@ -195,7 +201,8 @@ class Engine:
             return
         if regime is None:
             ids = prefilled.prompt.ids
-        exact_until = len(ids) if prefilled.exact else prefilled.exact_until
+        until = prefilled.exact_until
+        exact_until = len(ids) if until == len(prefilled.prompt.ids) else until
         keys = self.keys(len(ids))
         chunks = self.chunker.split(ids, prefilled.prompt.borders)
         parent, chain = keys.root, []
@@ -205,7 +212,9 @@ class Engine:
                 if (entry.exact or not _touches_moved(chunk, prefilled.plan)) and self.store.wants(
                     entry
                 ):
-                    self.store.put(entry, prefilled.buffer.cut(chunk.start, chunk.end))
+                    kv = prefilled.buffer.cut(chunk.start, chunk.end)
+                    packed = encode(kv, self.runner.layout, chunk.start, self._config.kv_format)
+                    self.store.put(entry, packed)
                 chain.append(key)
                 parent = key
             self.store.touch(chain)

@@ -6,13 +6,11 @@ tensor never mixes groups. Most models have one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvboost.plan import Splice
 from kvboost.rope import KeyShifter
 
 
@@ -88,17 +86,6 @@ class KVBuffer:
         """Views `[H, capacity, D]` of a model layer's keys and values."""
         group, row = self._at[layer]
         return self.k[group][row], self.v[group][row]
-
-    def place(self, splice: Splice, stored: Sequence[ChunkKV]) -> None:
-        """Copy a splice's chunks to their places, keys rotated once if they moved."""
-        at = splice.start
-        for piece, kv in zip(splice.pieces, stored, strict=True):
-            here = slice(at, at + len(piece))
-            for n, group in enumerate(self.layout.groups):
-                k = kv.k[n][:, :, piece.lo : piece.hi]
-                group.shifter.shift(k, splice.shift, self.k[n][:, :, here])
-                self.v[n][:, :, here] = kv.v[n][:, :, piece.lo : piece.hi]
-            at += len(piece)
 
     def cut(self, start: int, end: int) -> ChunkKV:
         """A copy of tokens [start, end), to be stored."""

@@ -24,8 +24,8 @@ class Rotation:
     inv_freq: Tensor
     interleaved: bool = False
 
-    def shift(self, k_LHTD: Tensor, delta: int, out_LHTD: Tensor) -> None:
-        """Write keys moved by `delta` positions to `out`.
+    def shift(self, k_LHTD: Tensor, delta: int | Tensor, out_LHTD: Tensor) -> None:
+        """Write keys moved by `delta` positions, all by one or each by its own `[T, 1]`, to `out`.
 
         Rotations add, so one rotation by the difference moves a key from its old position to its
         new one; a factor on cos and sin (YaRN) is already in the key and stays there. Angles in
@@ -61,9 +61,9 @@ class KeyShifter:
             whole = len(layers) == len(rotations)
             self._groups.append((rotation, slice(None) if whole else layers))
 
-    def shift(self, k_LHTD: Tensor, delta: int, out_LHTD: Tensor) -> None:
-        """Write keys moved by `delta` positions to `out`; a move by nothing is a plain copy."""
-        if delta == 0:
+    def shift(self, k_LHTD: Tensor, delta: int | Tensor, out_LHTD: Tensor) -> None:
+        """As `Rotation.shift`; a move of all by nothing is a plain copy."""
+        if isinstance(delta, int) and delta == 0:
             out_LHTD.copy_(k_LHTD)
             return
         for rotation, layers in self._groups:

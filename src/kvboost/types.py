@@ -94,8 +94,9 @@ class Timing:
 class Completion:
     """The answer and what it cost.
 
-    `exact` says that no approximate KV was used: the answer is the one full recompute gives,
-    up to kernel noise. `passes` lists every forward pass before the first token.
+    `exact` says that no approximate KV was used, neither moved nor quantised: the answer is the
+    one full recompute gives, up to kernel noise. `passes` lists every forward pass before the
+    first token.
     """
 
     text: str

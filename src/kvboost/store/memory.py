@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from kvboost.keys import ChunkKey
-from kvboost.kv import ChunkKV
+from kvboost.store.codec import PackedKV
 
 
 class MemoryTier:
     """Keeps KV in this process, as it is. Dropping frees it once no request holds it."""
 
     def __init__(self) -> None:
-        self._kv: dict[ChunkKey, ChunkKV] = {}
+        self._kv: dict[ChunkKey, PackedKV] = {}
 
-    def load(self, key: ChunkKey) -> ChunkKV | None:
+    def load(self, key: ChunkKey) -> PackedKV | None:
         return self._kv.get(key)
 
-    def save(self, key: ChunkKey, kv: ChunkKV) -> None:
+    def save(self, key: ChunkKey, kv: PackedKV) -> None:
         self._kv[key] = kv
 
     def drop(self, key: ChunkKey) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvboost.keys import ChunkKey
-from kvboost.kv import ChunkKV
 from kvboost.plan import Entry, ReusePlan
+from kvboost.store.codec import PackedKV
 from kvboost.store.tier import Tier
 
 _CONSIDERED = 64
@@ -73,7 +73,7 @@ class ChunkStore:
 
     # -- tensors
 
-    def fetch(self, plan: ReusePlan) -> list[list[ChunkKV]] | None:
+    def fetch(self, plan: ReusePlan) -> list[list[PackedKV]] | None:
         """The KV of every piece of every splice, and mark them used. The caller's references keep
         them alive, whatever is evicted meanwhile.
 
@@ -90,7 +90,7 @@ class ChunkStore:
                 self.touch([piece.entry.key for piece in splice.pieces])
             return found
 
-    def _load(self, key: ChunkKey) -> ChunkKV | None:
+    def _load(self, key: ChunkKey) -> PackedKV | None:
         kv = self._tier.load(key)
         if kv is None and key in self._entries:
             self._forget(key)
@@ -113,7 +113,7 @@ class ChunkStore:
             variants = self._variants.get(entry.content, {}).values()
             return entry.exact or not any(e.exact for e in variants)
 
-    def put(self, entry: Entry, kv: ChunkKV) -> None:
+    def put(self, entry: Entry, kv: PackedKV) -> None:
         """Store a chunk, if it is wanted and fits."""
         cost = kv.nbytes + 8 * len(entry.ids) + _ENTRY_BYTES
         with self._lock:

@@ -1,0 +1,277 @@
+"""Stored KV: quantised to a format, placed in a request's buffer, written to bytes and read back.
+
+Knows nothing of tiers, budgets or models. docs/entry-format.md specifies the bytes.
+Shapes: L layers, H kv heads, T tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from kvboost.config import KVFormat
+from kvboost.keys import DIGEST_BYTES, ChunkKey, KeyKind, KeySpace
+from kvboost.kv import ChunkKV, KVBuffer, KVLayout, LayerGroup
+from kvboost.plan import Entry, Splice
+
+Flaw = Literal["truncated", "checksum", "version", "foreign", "shape"]
+
+SINK_TOKENS = 4
+"""A prompt's first tokens are its attention sink: kept as the model made them in any format."""
+
+MAX_TOKENS = 1 << 16
+"""The longest chunk that can be read back."""
+
+
+class _Scheme(NamedTuple):
+    """Integers of `bits`; neighbours along `dim` share a scale, `size` of them at most."""
+
+    bits: int
+    dim: int
+    size: int
+
+
+# A key channel has a range of its own, most of it bias; a value's range is its token's.
+_K8, _K4 = _Scheme(8, 2, MAX_TOKENS), _Scheme(4, 2, 32)
+_V8, _V4 = _Scheme(8, 3, 32), _Scheme(4, 3, 32)
+_SCHEMES = {"k8v8": (_K8, _V8), "k8v4": (_K8, _V4), "k4v4": (_K4, _V4)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedKV:
+    """One chunk's KV in a format. Never written to after it is made.
+
+    Tokens [0, head) are as the model made them, their keys rotated for `position` on: tensors
+    `k0`, `v0` of group 0, and so on. The others are quantised, their keys without rotation:
+    `k0.q`, `k0.scale`, `k0.zero`, ...
+    """
+
+    fmt: KVFormat
+    position: int
+    tokens: int
+    head: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def encode(kv: ChunkKV, layout: KVLayout, position: int, fmt: KVFormat) -> PackedKV:
+    """Pack a chunk whose first token stood at `position`. Format raw shares kv's tensors."""
+    tokens = kv.tokens
+    head = tokens if fmt == "raw" else min(max(SINK_TOKENS - position, 0), tokens)
+    tensors: dict[str, Tensor] = {}
+    for n, group in enumerate(layout.groups):
+        if head:  # a view would keep the whole chunk alive
+            tensors[f"k{n}"], tensors[f"v{n}"] = (
+                x[n] if head == tokens else x[n][:, :, :head].clone() for x in (kv.k, kv.v)
+            )
+        if head < tokens:
+            k, v = (torch.empty_like(x[n][:, :, head:], dtype=torch.float32) for x in (kv.k, kv.v))
+            places = torch.arange(position + head, position + tokens)[:, None]
+            group.shifter.shift(kv.k[n][:, :, head:], -places, k)
+            v.copy_(kv.v[n][:, :, head:])
+            for name, x, scheme in zip((f"k{n}", f"v{n}"), (k, v), _SCHEMES[fmt], strict=True):
+                tensors |= _quantised(name, x, scheme)
+    return PackedKV(fmt, position, tokens, head, tensors)
+
+
+def place_run(splice: Splice, stored: Sequence[PackedKV], buffer: KVBuffer) -> None:
+    """Write a splice's chunks to their places."""
+    at = splice.start
+    for piece, packed in zip(splice.pieces, stored, strict=True):
+        place(packed, piece.lo, piece.hi, at, buffer)
+        at += len(piece)
+
+
+def place(packed: PackedKV, lo: int, hi: int, start: int, buffer: KVBuffer) -> None:
+    """Write the chunk's tokens [lo, hi) to the buffer from position `start` on, keys rotated once
+    to their new places. What is stored raw and did not move is copied bit for bit."""
+    cut = min(max(packed.head, lo), hi)
+    raw, rest = slice(0, cut - lo), slice(cut - lo, hi - lo)
+    stored = slice(cut - packed.head, hi - packed.head)
+    for n, group in enumerate(buffer.layout.groups):
+        k_out, v_out = (x[n][:, :, start : start + hi - lo] for x in (buffer.k, buffer.v))
+        if lo < cut:
+            k, v = (packed.tensors[name][:, :, lo:cut] for name in (f"k{n}", f"v{n}"))
+            group.shifter.shift(k, start - packed.position - lo, k_out[:, :, raw])
+            v_out[:, :, raw] = v
+        if cut < hi:
+            places = torch.arange(start + cut - lo, start + hi - lo)[:, None]
+            k = _restored(packed, f"k{n}", k_out)[:, :, stored]
+            group.shifter.shift(k, places, k_out[:, :, rest])
+            v_out[:, :, rest] = _restored(packed, f"v{n}", v_out)[:, :, stored]
+
+
+def _quantised(name: str, x: Tensor, scheme: _Scheme) -> dict[str, Tensor]:
+    """x, which is overwritten, as q * scale + zero. Scale and zero are rounded outwards first (to
+    bfloat16, which nothing overflows) and q fits them, so no error is larger than half a step."""
+    levels, dim = 2**scheme.bits - 1, scheme.dim
+    parts = torch.split(x, scheme.size, dim)
+    low = torch.cat([part.amin(dim, keepdim=True) for part in parts], dim)
+    high = torch.cat([part.amax(dim, keepdim=True) for part in parts], dim)
+    zero = -_rounded_up(-low)
+    scale = _rounded_up((high - zero.float()) / levels)
+    scale = scale.masked_fill(scale == 0, 1)
+    for n, part in enumerate(parts):
+        part.sub_(zero.narrow(dim, n, 1).float()).div_(scale.narrow(dim, n, 1).float())
+    q = x.round_().clamp_(0, levels).to(torch.uint8)
+    if scheme.bits == 4:  # a byte holds one of the first half of all integers, one of the second
+        first, second = torch.nn.functional.pad(q.flatten(), (0, q.numel() % 2)).view(2, -1)
+        q = first | second << 4
+    return {f"{name}.q": q, f"{name}.scale": scale, f"{name}.zero": zero}
+
+
+def _restored(packed: PackedKV, name: str, out: Tensor) -> Tensor:
+    """The quantised tokens as float32, on the device of `out`, which is like them."""
+    bits, dim, size = _SCHEMES[packed.fmt]["kv".index(name[0])]
+    q, scale, zero = (packed.tensors[f"{name}.{x}"].to(out.device) for x in ("q", "scale", "zero"))
+    shape = (*out.shape[:2], packed.tokens - packed.head, out.shape[3])
+    if bits == 4:
+        q = torch.stack((q & 15, q >> 4)).view(-1)[: math.prod(shape)]
+    x, scale, zero = q.view(shape).float(), scale.float(), zero.float()
+    for n, part in enumerate(torch.split(x, size, dim)):
+        part.mul_(scale.narrow(dim, n, 1)).add_(zero.narrow(dim, n, 1))
+    return x
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    y = x.bfloat16()
+    above = (x + x.abs() * (torch.finfo(y.dtype).eps / 2)).bfloat16()
+    return torch.where(y.float() < x, above, y)
+
+
+# -- bytes
+
+_MAGIC, _VERSION = b"KVBENTRY", 1
+_PRELUDE = struct.Struct("<8sI32sBBIQQ32s32s32s")
+_FORMATS = get_args(KVFormat)
+_LINKS = (
+    (KeyKind.PREFIX, KeyKind.PREFIX),
+    (KeyKind.CONTEXT, KeyKind.PREFIX),
+    (KeyKind.CONTEXT, KeyKind.CONTEXT),
+)
+"""What may follow what: (kind of an entry's key, kind of its parent's)."""
+_INDEX_BYTES = 1 << 14
+"""Room for safetensors' own header."""
+
+
+class EntryError(ValueError):
+    """These bytes are no entry that may be used here. `flaw` says why, in a word to count by."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(f"the stored entry can't be used: {flaw}")
+        self.flaw: Flaw = flaw
+
+
+class EntryHeader(NamedTuple):
+    """What an entry's first bytes say. `size` bytes of tensors, like those of `outline`, follow
+    from `start` on and end it."""
+
+    entry: Entry
+    outline: PackedKV
+    start: int
+    size: int
+    checksum: bytes
+
+
+def dump(entry: Entry, packed: PackedKV, keys: KeySpace) -> bytes:
+    """The entry as bytes, which `load` takes back under the same keys only."""
+    body = save_tensors({name: t.cpu().contiguous() for name, t in packed.tensors.items()})
+    head = _PRELUDE.pack(
+        _MAGIC,
+        _VERSION,
+        keys.root.digest,
+        _LINKS.index((entry.key.kind, entry.parent.kind)),
+        _FORMATS.index(packed.fmt),
+        len(entry.ids),
+        entry.position,
+        len(body),
+        entry.key.digest,
+        entry.parent.digest,
+        _digest(body),
+    ) + struct.pack(f"<{len(entry.ids)}I", *entry.ids)
+    return head + _digest(head) + body
+
+
+def read_header(data: bytes, keys: KeySpace, layout: KVLayout) -> EntryHeader:
+    """The header that `data` begins with; what follows it need not be there. Raises EntryError."""
+    if len(data) < _PRELUDE.size:
+        raise EntryError("truncated")
+    fields = _PRELUDE.unpack_from(data)
+    magic, version, root, link, fmt, tokens, position, size, key, before, checksum = fields
+    if magic == _MAGIC and version != _VERSION:
+        raise EntryError("version")
+    if (magic, root) != (_MAGIC, keys.root.digest):
+        raise EntryError("foreign")
+    end = _PRELUDE.size + 4 * tokens
+    if len(data) < end + DIGEST_BYTES:
+        raise EntryError("truncated")
+    if data[end : end + DIGEST_BYTES] != _digest(data[:end]):
+        raise EntryError("checksum")
+    if not 0 < tokens <= MAX_TOKENS or link >= len(_LINKS) or fmt >= len(_FORMATS):
+        raise EntryError("shape")
+    outline = _outline(layout, _FORMATS[fmt], tokens, min(position, SINK_TOKENS))
+    if size > outline.nbytes + _INDEX_BYTES:
+        raise EntryError("shape")
+    kind, parent_kind = _LINKS[link]
+    parent, ids = (
+        ChunkKey(parent_kind, before),
+        struct.unpack_from(f"<{tokens}I", data[:end], end - 4 * tokens),
+    )
+    follow = keys.prefix if kind is KeyKind.PREFIX else keys.approximate
+    entry = Entry(follow(parent, ids), parent, keys.content(ids), ids, position)
+    if entry.key.digest != key:
+        raise EntryError("foreign")
+    return EntryHeader(entry, outline, end + DIGEST_BYTES, size, checksum)
+
+
+def load(data: bytes, keys: KeySpace, layout: KVLayout) -> tuple[Entry, PackedKV]:
+    """The entry and its KV, on the CPU. Raises EntryError unless all of it is as `dump` made it,
+    for these keys and this layout. Allocates no more than `data` holds."""
+    entry, outline, start, size, checksum = read_header(data, keys, layout)
+    if len(data) != start + size:
+        raise EntryError("truncated")
+    body = data[start:]
+    if _digest(body) != checksum:
+        raise EntryError("checksum")
+    try:
+        tensors = load_tensors(body)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise EntryError("shape") from error
+    if _shapes(tensors) != _shapes(outline.tensors):
+        raise EntryError("shape")
+    return entry, replace(outline, position=entry.position, tensors=tensors)
+
+
+@lru_cache(maxsize=1024)
+def _outline(layout: KVLayout, fmt: KVFormat, tokens: int, position: int) -> PackedKV:
+    """What `encode` gives, without values."""
+
+    def empty(group: LayerGroup, dim: int) -> Tensor:
+        shape = (len(group.layers), group.heads, tokens, dim)
+        return torch.empty(shape, dtype=layout.dtype, device="meta")
+
+    k = tuple(empty(group, group.k_dim) for group in layout.groups)
+    v = tuple(empty(group, group.v_dim) for group in layout.groups)
+    return encode(ChunkKV(k, v), layout, position, fmt)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (t.shape, t.dtype) for name, t in tensors.items()}
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=b"kvboost.entry").digest()
