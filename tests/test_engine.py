@@ -144,7 +144,8 @@ def test_pieces_in_another_order_are_moved(made: KVBoost, policy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "size", "limit"), [("k8v8", 0.32, 5e-4), ("k8v4", 0.25, 0.01), ("k4v4", 0.21, 0.05)]
+    ("kv_format", "size", "limit"),
+    [("k8v8", 0.32, 5e-4), ("k8v4", 0.25, 0.01), ("k4v4", 0.21, 0.05)],
 )
 def test_quantised_kv_is_small_and_close_and_never_called_exact(
     default_model: Any, made: KVBoost, kv_format: str, size: float, limit: float
