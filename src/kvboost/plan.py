@@ -195,6 +195,7 @@ def _common(ids: tuple[int, ...], rest: list[int], at: int) -> int:
 def _moved_runs(
     chunks: Sequence[Chunk], start: int, prefix: list[Piece], keys: KeySpace, index: Index
 ) -> Iterator[Splice]:
+    ids = [token for chunk in chunks for token in chunk.ids]
     lineage = lineages(chunks, start, keys)
     variants = [
         [e for e in index.variants(keys.content(c.ids)) if e.ids == c.ids] if c.end > start else []
@@ -206,7 +207,8 @@ def _moved_runs(
     while i < len(chunks):
         # The prompt's first chunk is never taken from elsewhere: everything after it leans on its
         # first token (the attention sink).
-        runs = [_run(v, i, variants, lineage) for v in variants[i]] if chunks[i].start else []
+        fresh = chunks[i].start > 0 and chunks[i].end > start
+        runs = [_run(v, i, variants, lineage) for v in variants[i]] if fresh else []
         run = max(runs, key=lambda r: sum(len(e.ids) for e in r), default=[])
         lo = max(0, start - chunks[i].start)
         here = chunks[i].start + lo
@@ -214,12 +216,39 @@ def _moved_runs(
         if tokens < MIN_MOVED_TOKENS:
             i += 1
             continue
-        pieces = (Piece(run[0], lo, len(run[0].ids)), *(Piece(e, 0, len(e.ids)) for e in run[1:]))
+        pieces = [Piece(run[0], lo, len(run[0].ids)), *(Piece(e, 0, len(e.ids)) for e in run[1:])]
         same = run[0].parent == lineage[i - 1]
         seam = Seam.NONE if same else _seam(pieces[0], here, tokens, ends, index)
+        if seam is not Seam.COMPOSITION:
+            # Around an edit, what is left of the chunks that it cut. Not around passages: what
+            # stands between those is better computed for its new neighbours.
+            after = _after(run[-1], ids, here + tokens, index)
+            floor = max(start, chunks[0].end)
+            before = [] if same or lo else _before(run[0], ids[floor:here], index)
+            here -= sum(map(len, before))
+            pieces = [*before, *pieces, *after]
         yield from _contiguous(here, pieces, seam)
         _note_ends(ends, here, pieces)
+        start = here + sum(map(len, pieces))
         i += len(run)
+
+
+def _before(head: Entry, ids: list[int], index: Index) -> list[Piece]:
+    """The end of the chunk that stood before a run, as far as `ids` end in the same tokens: what
+    an edit in the middle of that chunk left of it."""
+    entry = index.get(head.parent)
+    if entry is None or entry.position == 0:
+        return []
+    common = _common(entry.ids[::-1], ids[: -len(entry.ids) - 1 : -1], 0)
+    return [Piece(entry, len(entry.ids) - common, len(entry.ids))] if common else []
+
+
+def _after(last: Entry, ids: list[int], at: int, index: Index) -> list[Piece]:
+    """The beginning of a chunk that followed a run, as far as the prompt goes on in the same
+    tokens."""
+    found = [Piece(e, 0, _common(e.ids, ids, at)) for e in index.children(last.key)]
+    best = max(found, key=len, default=None)
+    return [best] if best else []
 
 
 def _note_ends(ends: dict[ChunkKey, int], start: int, pieces: Sequence[Piece]) -> None:

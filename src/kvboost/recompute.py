@@ -160,7 +160,7 @@ class QueryRecompute:
     of moved tokens with the highest scores. Measured in docs/adr/0004 and docs/benchmarks.md.
     """
 
-    ratio: float = 0.14
+    ratio: float = 0.12
     head: int = 0
     first: float = 0.5
     last: float = 0.8
@@ -224,12 +224,8 @@ PROFILES = {
     # SmolLM2-135M: docs/benchmarks.md
     "llama-30x576": Profile(SelectiveRecompute(head=16), QueryRecompute()),
     # Qwen2.5 0.5B and 1.5B: DESIGN.md section 10, and docs/adr/0004
-    "qwen2-24x896": Profile(
-        SelectiveRecompute(head=16), QueryRecompute(ratio=0.12, head=16, last=0.95)
-    ),
-    "qwen2-28x1536": Profile(
-        SelectiveRecompute(head=16), QueryRecompute(ratio=0.12, head=8, last=0.95)
-    ),
+    "qwen2-24x896": Profile(SelectiveRecompute(head=16), QueryRecompute(head=16, last=0.95)),
+    "qwen2-28x1536": Profile(SelectiveRecompute(head=16), QueryRecompute(head=8, last=0.95)),
 }
 """By `ModelRunner.shape`."""
 
