@@ -240,6 +240,29 @@ def test_any_rows_over_a_correct_buffer_agree_with_a_full_prefill(
         torch.testing.assert_close(mine[:, :, :90], theirs[:, :, :90], atol=LIMIT, rtol=0)
 
 
+@pytest.mark.parametrize(("family", "attention"), cases(["llama", "gemma3", "cohere2"]))
+@pytest.mark.parametrize("layer", [1, 3])
+def test_the_probe_sees_how_far_moved_kv_is_from_fresh_kv(
+    family: str, attention: str, layer: int
+) -> None:
+    """All rows behind an exact prefix are computed, so that what is fresh is true."""
+    runner, correct, _ = filled(family, attention)
+    buffer, rows = runner.new_buffer(90), list(range(30, 90))
+    for mine, theirs in zip((*buffer.k, *buffer.v), (*correct.k, *correct.v), strict=True):
+        mine.copy_(theirs[:, :, :90])
+        mine[:, :, 30:].mul_(torch.linspace(0, 1, 60)[:, None])
+    moved = [tensor[:, 30:90].clone() for tensor in buffer.layer(layer)]
+    with torch.inference_mode():
+        found = runner.deviation(buffer, tokens(90, 7), rows, layer)
+    expected = torch.zeros(60)
+    for true, old in zip(correct.layer(layer), moved, strict=True):
+        fresh = true[:, 30:90]
+        expected += (fresh - old).square().sum((0, 2)) / fresh.square().sum((0, 2)).mean()
+    torch.testing.assert_close(found, expected, atol=LIMIT, rtol=LIMIT)
+    for mine, old in zip(buffer.layer(layer), moved, strict=True):
+        assert torch.equal(mine[:, 30:], old)
+
+
 @each_movable
 def test_the_probe_sees_the_attention_that_the_model_gives(family: str, attention: str) -> None:
     runner, ids = ModelRunner(families.model(family, attention)), tokens(60, 8)

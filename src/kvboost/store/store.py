@@ -66,10 +66,9 @@ class ChunkStore:
             return list(islice(reversed(self._children.get(parent, {}).values()), _CONSIDERED))
 
     def variants(self, content: ChunkKey) -> Iterable[Entry]:
-        """Exact ones first, then newest first."""
+        """Newest first, and so exact ones first: `wants` lets no approximate one follow them."""
         with self._lock:
-            found = list(islice(reversed(self._variants.get(content, {}).values()), _CONSIDERED))
-        return sorted(found, key=lambda e: not e.exact)
+            return list(islice(reversed(self._variants.get(content, {}).values()), _CONSIDERED))
 
     # -- tensors
 
