@@ -6,6 +6,7 @@ import gc
 import inspect
 import random
 import threading
+import time
 import weakref
 from copy import deepcopy
 from itertools import zip_longest
@@ -263,6 +264,16 @@ def test_timing_is_the_callers_clock(made: KVBoost) -> None:
 
 
 # -- streams
+
+
+def test_time_that_the_caller_takes_is_nobodys() -> None:
+    stream = boost("llama").stream(tokens(50, 1), max_new_tokens=6)
+    for _ in stream:
+        time.sleep(0.1)
+    assert stream.completion
+    timing = stream.completion.timing
+    assert timing.ttft < 0.3 and timing.decode < 0.3 and timing.store < 0.3
+    assert timing.total < 0.5
 
 
 def test_pieces_of_a_stream_are_the_text(made: KVBoost) -> None:

@@ -359,6 +359,17 @@ def test_rotation_that_varies_with_length_is_as_in_transformers(
 
 
 @pytest.mark.parametrize(("family", "attention"), cases(VARYING))
+@pytest.mark.parametrize("length", [60, 120, 200])
+def test_scores_are_those_of_one_pass_where_rotation_varies(
+    family: str, attention: str, length: int
+) -> None:
+    made, case = fresh(family, attention)
+    ids, answer = tokens(length, 3), tokens(30, 4)
+    scores = made.score(ids, answer).logits
+    torch.testing.assert_close(scores, logits(*case, ids, answer), atol=LIMIT, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "attention"), cases(VARYING))
 def test_nothing_is_shared_between_rotary_regimes(family: str, attention: str) -> None:
     made, case = fresh(family, attention)
     short, long = prompt(0)[:60], prompt(0, 1, 2)
@@ -370,3 +381,23 @@ def test_nothing_is_shared_between_rotary_regimes(family: str, attention: str) -
     moved = made.generate([*tokens(30, 4), *PIECES[1], *QUESTION], segments=[30, 90])
     assert moved.usage.computed == moved.usage.prompt
     assert assert_as_transformers(made, case, short).usage.computed == 1
+
+
+def test_an_answer_that_crosses_into_the_long_regime_is_stored_there() -> None:
+    """LongRoPE: everything was computed again when it crossed."""
+    made, case = fresh("phi3-longrope", "sdpa")
+    ids = tokens(110, 3)
+    answer = made.generate(ids, max_new_tokens=64).token_ids
+    short = assert_as_transformers(made, case, [*ids, *answer[:5]])
+    assert short.usage.exact == 0
+    longer = assert_as_transformers(made, case, [*ids, *answer, *QUESTION])
+    assert longer.usage.exact >= 110 + 63
+
+
+def test_a_prompt_as_long_as_the_static_range_may_follow_a_longer_one() -> None:
+    """Dynamic NTK keeps the longer one's frequencies there: nothing is shared."""
+    made, case = fresh("llama-ntk", "sdpa")
+    made.generate(tokens(200, 3), max_new_tokens=2)
+    for _ in range(2):
+        assert made.generate(tokens(128, 3), max_new_tokens=2).usage.computed == 128
+    assert_as_transformers(made, case, tokens(60, 3))

@@ -116,11 +116,11 @@ def demo(model: str, console: Console) -> None:
     console.print(
         f"[bold]{model}[/bold] in {stats.dtype} on {stats.device}; KV reuse: {stats.reuse}.\n"
         "Each request is answered three ways, in this order: full recompute, prefix caching alone,"
-        " KVBoost. Times are from the call to the first token, everything included.\n"
+        " KVBoost. Times are milliseconds from the call to the first token, everything included.\n"
         "[bold]exact[/bold]: KV after the same history. [bold]moved[/bold]: KV of the same tokens"
         " from elsewhere. [bold]again[/bold]: moved, then recomputed to repair it."
         " [bold]new[/bold]: computed.\n"
-        "[bold]KL, top-1[/bold]: KVBoost's next-token distributions against full recompute's, over"
+        "[bold]KL, top1[/bold]: KVBoost's next-token distributions against full recompute's, over"
         " full recompute's answer.",
         highlight=False,
     )
@@ -136,7 +136,7 @@ def _scenes() -> Iterator[tuple[str, list[Turn]]]:
             Turn("cold", "What does a while statement do?", tuple(docs)),
             Turn("same order", "What is a finally clause for?", tuple(docs)),
             Turn("reversed", "What does a with statement do?", tuple(docs[::-1])),
-            Turn("three of them", "What is an else clause?", (docs[3], docs[0], docs[4])),
+            Turn("three", "What is an else clause?", (docs[3], docs[0], docs[4])),
             Turn("shuffled", "How does a for loop end?", tuple(docs[i] for i in (2, 4, 1, 0, 3))),
         ],
     )
@@ -152,8 +152,8 @@ def _scenes() -> Iterator[tuple[str, list[Turn]]]:
         "2. A file that is edited between questions: the standard library's textwrap.py",
         [
             Turn("cold", "What is the class TextWrapper for?", file(source)),
-            Turn("a line inserted", "What does expand_tabs do?", file(edited)),
-            Turn("a name changed", "What does fix_sentence_endings do?", file(renamed)),
+            Turn("line added", "What does expand_tabs do?", file(edited)),
+            Turn("renamed", "What does fix_sentence_endings do?", file(renamed)),
         ],
     )
     yield (
@@ -167,19 +167,20 @@ def _scenes() -> Iterator[tuple[str, list[Turn]]]:
 
 
 _COLUMNS = (
-    ("request", 16, "left"),
-    ("tokens", 6, "right"),
-    ("full", 9, "right"),
-    ("prefix", 9, "right"),
-    ("KVBoost", 9, "right"),
-    ("faster", 7, "right"),
+    ("request", 11, "left"),
+    ("tok", 4, "right"),
+    ("full", 6, "right"),
+    ("prefix", 6, "right"),
+    ("KVBoost", 7, "right"),
+    ("gain", 5, "right"),
     ("exact", 5, "right"),
     ("moved", 5, "right"),
     ("again", 5, "right"),
-    ("new", 5, "right"),
+    ("new", 4, "right"),
     ("KL", 6, "right"),
-    ("top-1", 5, "right"),
+    ("top1", 4, "right"),
 )
+"""Fits a terminal of 80 columns."""
 
 
 def _table(*, header: bool) -> Table:
@@ -196,7 +197,7 @@ def _row(result: Result) -> Table:
     table.add_row(
         result.turn.what,
         f"{usage.prompt}",
-        *(f"{c.timing.ttft * 1e3:,.0f} ms" for c in (result.full, result.prefix, result.ours)),
+        *(f"{c.timing.ttft * 1e3:,.0f}" for c in (result.full, result.prefix, result.ours)),
         f"{result.full.timing.ttft / ours:.1f}x",
         *(f"{n}" for n in (usage.exact, usage.moved, usage.recomputed, usage.computed)),
         f"{apart.kl_mean:.4f}" if not result.ours.exact else "exact",

@@ -179,12 +179,14 @@ class Engine:
         ids = [*prefilled.prompt.ids, *answer[:-1]]
         if len(answer) == 1:
             return prefilled.logits
-        first = len(prefilled.prompt.ids)
+        prompt, regime = len(prefilled.prompt.ids), self.runner.support.regime
+        # Where the answer changes the rotation, one pass over all of it is the reference.
+        again = regime(len(ids)) is None or regime(len(ids)) != regime(prompt)
+        first = 0 if again else prompt
+        keep = len(ids) - prompt + again
         with self._lock:
-            later = self.runner.forward(
-                prefilled.buffer, ids, range(first, len(ids)), keep=len(answer) - 1
-            )
-        return torch.cat([prefilled.logits, later])
+            later = self.runner.forward(prefilled.buffer, ids, range(first, len(ids)), keep=keep)
+        return later if again else torch.cat([prefilled.logits, later])
 
     @torch.inference_mode()
     def harvest(self, prefilled: Prefilled, ids: Sequence[int]) -> None:
@@ -194,13 +196,11 @@ class Engine:
         Only KV of exact context goes under prefix keys. Moved KV is not stored again, so that its
         error is not passed on under new names.
         """
-        prompt_regime, regime = map(
-            self.runner.support.regime, (len(prefilled.prompt.ids), len(ids))
-        )
-        if prompt_regime is None or regime not in (prompt_regime, None):
-            return
-        if regime is None:
+        regime = self.runner.support.regime
+        if regime(len(ids)) is None:
             ids = prefilled.prompt.ids
+        if regime(len(ids)) is None:
+            return
         until = prefilled.exact_until
         exact_until = len(ids) if until == len(prefilled.prompt.ids) else until
         keys = self.keys(len(ids))
