@@ -457,6 +457,21 @@ def test_a_policy_that_forgets_rows_is_refused() -> None:
     assert made.generate(tokens(100, 1), max_new_tokens=1).usage.computed == 100
 
 
+def test_moved_kv_is_not_stored_again() -> None:
+    """Its error would be passed on under a new name; what was computed behind it is stored once."""
+    head, one, two, three = (tokens(60, n) for n in range(4))
+    made = boost("llama")
+    made.prefill([*head, *one, *two], segments=[60, 120])
+    made.prefill([*head, *two, *three], segments=[60, 120], recompute="none")
+    stored = made.stats().store.tokens
+    assert stored == 4 * 60
+    moved = made.generate(
+        [*head, *one, *three, 5], segments=[60, 120, 180], recompute="none", max_new_tokens=1
+    )
+    assert moved.usage.moved == 60
+    assert made.stats().store.tokens == stored + 1
+
+
 # -- transformers' cache
 
 
