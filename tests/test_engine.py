@@ -457,6 +457,22 @@ def test_a_policy_that_forgets_rows_is_refused() -> None:
     assert made.generate(tokens(100, 1), max_new_tokens=1).usage.computed == 100
 
 
+def test_a_long_suffix_behind_a_short_prefix_runs_in_blocks() -> None:
+    """One masked pass over it would cost more than computing the prefix again."""
+    made, ids = boost("llama"), tokens(960, 7)
+    made.prefill(ids[:30])
+    with counted(made.model) as rows:
+        completion = made.generate(ids, max_new_tokens=1)
+    assert rows == [p.rows for p in completion.passes] == [465, 465]
+    assert completion.usage.exact == 30 and completion.exact
+    answer = tokens(4, 8)
+    with torch.inference_mode():
+        plain = made.model(torch.tensor([[*ids, *answer[:-1]]])).logits[0, 959:]
+    made.clear()
+    made.prefill(ids[:30])
+    torch.testing.assert_close(made.score(ids, answer).logits, plain, atol=1e-4, rtol=0)
+
+
 def test_moved_kv_is_not_stored_again() -> None:
     """Its error would be passed on under a new name; what was computed behind it is stored once."""
     head, one, two, three = (tokens(60, n) for n in range(4))

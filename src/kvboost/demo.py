@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pydoc_data.topics import topics
+from typing import Literal
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -166,7 +166,7 @@ def _scenes() -> Iterator[tuple[str, list[Turn]]]:
     )
 
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
     ("request", 11, "left"),
     ("tok", 4, "right"),
     ("full", 6, "right"),
@@ -184,9 +184,9 @@ _COLUMNS = (
 
 
 def _table(*, header: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, padding=(0, 1, 0, 0))
+    table = Table(box=None, show_header=header, header_style="underline", padding=(0, 1, 0, 0))
     for name, width, justify in _COLUMNS:
-        table.add_column(name, width=width, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        table.add_column(name, width=width, justify=justify, no_wrap=True)
     return table
 
 

@@ -26,6 +26,10 @@ from kvboost.runner import ModelRunner
 from kvboost.store import ChunkStore, PackedKV, encode, place_run
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
 
+_BLOCK = 512
+"""Rows of a pass behind a prefix. 1,760 tokens with 26 of them stored cost 1.06 of a plain prefill
+in blocks of 512, 1.09 to 1.10 in 256 or 1,024, and 1.30 in one pass (135M, bf16, 2 cores)."""
+
 
 @dataclass
 class RequestProbe:
@@ -50,8 +54,18 @@ class RequestProbe:
         return self.runner.attention(self.buffer, self.ids, rows, look)
 
     def forward(self, rows: Sequence[int]) -> Tensor:
-        self._count(rows, self.layers)
-        return self.runner.forward(self.buffer, self.ids, rows)
+        """Compute `rows` through all layers, a block at a time: the last logits.
+
+        Behind a prefix attention is masked, and masked attention costs all keys that are there: a
+        block sees those up to its own end. The whole prompt takes the causal path, in one pass.
+        """
+        count = 1 if len(rows) == len(self.ids) else -(-len(rows) // _BLOCK)
+        cuts = [len(rows) * n // count for n in range(count + 1)]
+        for start, end in pairwise(cuts):
+            block = rows[start:end]
+            self._count(block, self.layers)
+            logits = self.runner.forward(self.buffer, self.ids[: block[-1] + 1], block)
+        return logits
 
     def _count(self, rows: Sequence[int], layers: int) -> None:
         self.passes.append(ForwardPass(len(rows), layers))

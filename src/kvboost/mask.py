@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -18,3 +20,14 @@ def causal_mask(rows: Tensor, length: int, dtype: torch.dtype, window: int | Non
         seen &= keys > rows[:, None] - window
     mask = torch.zeros(seen.shape, dtype=dtype, device=rows.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def layer_masks(
+    rows: Tensor, length: int, dtype: torch.dtype, windows: Mapping[str, int | None]
+) -> Tensor | dict[str, Tensor]:
+    """What a model takes: one mask, or one for each kind of layer where kinds are mixed.
+
+    `windows`: the sliding window of each kind, None for full attention.
+    """
+    masks = {kind: causal_mask(rows, length, dtype, w) for kind, w in windows.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvboost.kv import KVBuffer
-from kvboost.mask import causal_mask
+from kvboost.mask import layer_masks
 from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
 from kvboost.recompute import Look
 from kvboost.support import Support, probe_support
@@ -82,16 +82,10 @@ class ModelRunner:
         tokens = torch.tensor([ids[row] for row in rows], device=device)
         cache = RowCache(buffer, range(first, length) if suffix else positions, length)
         # A suffix takes the model's own path, mask and all: it costs what it costs without us.
-        mask = None if suffix and not masked else self._mask(positions, length)
+        mask: Mask = None
+        if masked or not suffix:
+            mask = layer_masks(positions, length, self.layout.dtype, self.support.windows)
         return cache, mask, tokens[None], positions[None]
-
-    def _mask(self, positions: Tensor, length: int) -> Mask:
-        """One mask per kind of layer where kinds are mixed."""
-        masks = {
-            kind: causal_mask(positions, length, self.layout.dtype, window)
-            for kind, window in self.support.windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 _MAX_QUERIES = 128

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.kv import KVBuffer, KVLayout, LayerGroup
-from kvboost.mask import causal_mask
+from kvboost.mask import layer_masks
 from kvboost.model import PreTrainedModel, RowCache, layer_kv, plain_cache, run
 from kvboost.rope import KeyShifter, Rotation
 
@@ -150,20 +150,21 @@ def _rows_agree(
     expected: Tensor,
 ) -> bool:
     """Compute all rows, spoil some, compute those again as scattered rows: same logits?"""
+    if not windows:
+        return False
     buffer = KVBuffer(layout, len(ids))
     whole = torch.arange(len(ids), device=ids.device)
     run(model, ids[None], whole[None], None, RowCache(buffer, range(len(ids)), len(ids)), 1)
     rows = torch.tensor([1, 4, 5, len(ids) - 1], device=ids.device)
     for tensor in (*buffer.k, *buffer.v):
         tensor[:, :, rows] = 0
-    masks = {kind: causal_mask(rows, len(ids), layout.dtype, w) for kind, w in windows.items()}
-    mask = masks if len(masks) > 1 else next(iter(masks.values()), None)
+    mask = layer_masks(rows, len(ids), layout.dtype, windows)
     try:
         cache = RowCache(buffer, rows, len(ids))
         logits = run(model, ids[rows][None], rows[None], mask, cache, 1)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError):
         return False  # a model that refuses our mask or positions can't compute scattered rows
-    if logits is None or not windows:
+    if logits is None:
         return False
     limit = 1e-3 if layout.dtype == torch.float32 else 0.1
     return bool((logits - expected).norm() <= limit * expected.norm())
