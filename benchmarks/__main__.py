@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
 
 from benchmarks import core
+from benchmarks.measure import machine
 from benchmarks.report import write
 from kvboost import KVBoost
 
@@ -37,27 +34,9 @@ def main(
     for name, measure in parts.items():
         if only in ("", name):
             results[name] = [row.json() for row in measure()]
-    results["machine"] = _machine(fast, model, n)
+    results["machine"] = machine(fast, model, n)
     record.write_text(json.dumps(results, indent=1) + "\n")
     write(results, out)
-
-
-def _machine(boost: KVBoost, model: str, n: int) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "model": model,
-        "n": n,
-        "dtype": boost.stats().dtype,
-        "device": boost.stats().device,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-    }
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import platform
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from kvboost import KVBoost
@@ -102,3 +105,22 @@ def first_token(boost: KVBoost, text: str, **options: Any) -> tuple[float, float
         pass
     assert stream.completion is not None
     return max(ttft, stream.completion.timing.ttft), time.perf_counter() - start
+
+
+def machine(boost: KVBoost, model: str, n: int) -> dict[str, Any]:
+    """What a record of a run says of where it ran."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "model": model,
+        "n": n,
+        "dtype": boost.stats().dtype,
+        "device": boost.stats().device,
+        "threads": torch.get_num_threads(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit.stdout.strip(),
+    }

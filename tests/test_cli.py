@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import kvboost
-from kvboost import Document, KVBoost, cli, demo
+from kvboost import ConfigError, Document, KVBoost, cli, demo
+from kvboost.store.trace import write_trace
+from kvboost.store.workloads import generate
 
 RUNNER = CliRunner()
 
@@ -59,3 +62,25 @@ def test_demo_shows_each_request_and_a_summary(default_model: Any, monkeypatch: 
     assert cold.ours.exact and cold.ours.text == cold.full.text
     assert reordered.ours.usage.moved > 0 and reordered.prefix.usage.moved == 0
     assert chat.full.usage.prompt > reordered.full.usage.generated
+
+
+def test_simulate_compares_policies(tmp_path: Path) -> None:
+    write_trace(generate("chats", seed=3, requests=60), tmp_path / "trace.jsonl")
+    words = ["simulate", str(tmp_path / "trace.jsonl"), "--budget", "10%", "--budget", "5e7"]
+    said = RUNNER.invoke(cli.app, words).output
+    for word in ("60 requests", "value", "s3-fifo", "10% =", "5e7 = 50.0 MB"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["no-such-file"], "neither a file nor"),
+        (["chats", "--budget", "x"], "budget"),
+        (["chats", "--budget", "0"], "budget"),
+        (["chats", "--budget", "10%", "--policy", "mru"], "s3-fifo"),
+    ],
+)
+def test_simulate_says_what_is_wrong(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RUNNER.invoke(cli.app, ["simulate", *words], catch_exceptions=False)

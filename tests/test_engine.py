@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import random
+import shutil
 import threading
 import time
 import weakref
 from copy import deepcopy
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import families
@@ -32,6 +34,7 @@ from kvboost import (
     Usage,
 )
 from kvboost.metrics import divergence
+from kvboost.store.trace import read_trace
 
 POLICIES = [
     NoRecompute(),
@@ -553,3 +556,61 @@ def test_score_is_a_forward_pass() -> None:
         torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
     with pytest.raises(PromptError, match="the answer is empty"):
         made.score(ids, [])
+
+
+# -- what eviction is told
+
+
+def shares(made: KVBoost, prompt: list[int], recompute: str, monkeypatch: Any) -> list[float]:
+    told: list[float] = []
+    monkeypatch.setattr(made._engine.store.memory, "hit", lambda key, share: told.append(share))
+    made.generate(prompt, max_new_tokens=1, recompute=recompute)
+    return told
+
+
+def test_eviction_is_told_what_each_chunk_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = tokens(60, 1), tokens(150, 2), tokens(120, 3)
+    made, prompt = boost("llama"), [*a, *c, *b, *tokens(20, 9)]
+    made.generate([*a, *b, *c], max_new_tokens=1)
+    exact = shares(made, [*a, *b, *c], "auto", monkeypatch)
+    assert exact[:-1] == [1.0] * (len(exact) - 1) and 0.9 < exact[-1] < 1  # but the last token
+    assert max(shares(made, prompt, "none", monkeypatch)) == 1.0
+    repaired = shares(made, prompt, "selective", monkeypatch)
+    assert 0 <= min(repaired) < 1
+    looked = shares(made, prompt, "query", monkeypatch)
+    assert max(looked) > 1.0 and max(looked) <= 2.0  # more than its time, for what was looked at
+
+
+def test_the_trace_has_hashes_and_sizes_only(tmp_path: Path) -> None:
+    made = boost("llama", trace=tmp_path / "trace.jsonl")
+    ids = tokens(200, 1)
+    made.generate(ids, max_new_tokens=40)
+    made.generate([*ids, *tokens(30, 2)], max_new_tokens=1)
+    made.generate(ids, max_new_tokens=1, reuse="off")
+    first, second = read_trace(tmp_path / "trace.jsonl").requests
+    assert sum(chunk.tokens for chunk in first.chunks) == 239 and first.answer >= 1
+    assert sum(chunk.tokens for chunk in second.chunks) == 230 and second.answer == 0
+    assert first.chunks[:3] == second.chunks[:3]
+
+
+def test_a_trace_that_can_no_longer_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    made = boost("llama", trace=folder / "trace.jsonl")
+    shutil.rmtree(folder)
+    for _ in range(2):
+        assert made.generate(tokens(100, 1), max_new_tokens=1).usage.prompt == 100
+    assert len(caplog.records) == 1
+
+
+def test_a_pace_is_learned_from_long_passes() -> None:
+    made = boost("llama")
+    made.generate(tokens(40, 1), max_new_tokens=1)
+    assert made._engine._pace is None
+    made.generate(tokens(300, 2), max_new_tokens=1)
+    pace = made._engine._pace
+    assert pace and 0 < pace < 0.1
+    made.generate(tokens(300, 2), max_new_tokens=1)  # one row: says nothing
+    assert made._engine._pace == pace

@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 NAMES = [str(path.relative_to(SRC)) for path in FILES]
 TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "plan.py"}
 
-INTERFACE = {"cli.py", "demo.py"}
+AROUND = {"cli.py", "cli_cache.py", "demo.py", "explain.py", "hub.py", "numerics.py"}
 FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3500
 
 
@@ -44,8 +44,9 @@ def test_file_and_functions_keep_their_budget(path: Path) -> None:
 
 
 def test_core_keeps_its_budget() -> None:
-    """Core: the package without its interface, and without the store's formats and tiers."""
-    core = [f for f in FILES if f.parent == SRC and f.name not in INTERFACE]
+    """Core: what a request passes through. Without what shows things to people or finds models,
+    and without the store's formats and tiers, which have a folder and limits of their own."""
+    core = [f for f in FILES if f.parent == SRC and f.name not in AROUND]
     assert sum(map(lines, core)) <= CORE_LINES
 
 

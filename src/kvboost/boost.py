@@ -6,69 +6,52 @@ The public face: text in, text out, and what it cost. The order of things is in 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self, TypedDict, Unpack, cast, get_args
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self, Unpack
 
 from rich.progress import track
 from torch import Tensor
 
 from kvboost import hub
 from kvboost.chunking import Chunker, ChunkingConfig
-from kvboost.config import Config
+from kvboost.config import Config, KVFormat
 from kvboost.engine import Engine, Prefilled
 from kvboost.errors import ConfigError, PromptError
 from kvboost.explain import Explanation, explain
 from kvboost.fingerprint import fingerprint, weights_version
+from kvboost.formats import choose_format
 from kvboost.metrics import Stopwatch
 from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
 from kvboost.numerics import choose_device, choose_dtype
+from kvboost.options import GenerateOptions, Options, PromptOptions, checked
 from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike, as_list
-from kvboost.recompute import FALLBACK, PROFILES, NoRecompute, RecomputePolicy, policy
+from kvboost.recompute import FALLBACK, PROFILES, NoRecompute
 from kvboost.runner import ModelRunner
 from kvboost.sampling import Answer, Sampling
-from kvboost.store import ChunkStore, MemoryTier, StoreStats
-from kvboost.types import Completion, Reuse, Timing, Usage
-
-
-class PromptOptions(TypedDict, total=False):
-    """How a prompt is made and what of it is reused.
-
-    documents: context pieces, texts or {title, text}. segments: borders in raw prompts. reuse:
-    "auto" anywhere in the prompt, "exact" prefixes only, "off" neither looks up nor stores.
-    recompute: "auto", "none", "selective", "cacheblend", "query", "full", or a policy object.
-    """
-
-    documents: Iterable[DocumentLike]
-    segments: Iterable[str | int]
-    reuse: Reuse
-    recompute: str | RecomputePolicy
-
-
-class GenerateOptions(PromptOptions, total=False):
-    """PromptOptions, and how tokens are picked: see `Sampling` for defaults."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    repetition_penalty: float
-    stop: str | Sequence[str]
-    seed: int | None
+from kvboost.store import StoreStats, TierStats
+from kvboost.store.opening import open_seal, open_store
+from kvboost.store.trace import Cost, TraceRecorder
+from kvboost.types import Completion, Timing, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a KVBoost runs and has done. `reuse`: where KV is reused, and if not everywhere, why."""
+    """What a KVBoost runs and has done. `reuse`: where KV is reused, and if not everywhere, why.
+    store: what memory holds. tiers: disk and server, if there are any."""
 
     dtype: str
     device: str
     fingerprint: str
     reuse: str
     requests: int
+    kv_format: str
     tokens: Usage
     store: StoreStats
+    tiers: tuple[TierStats, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +96,7 @@ class KVBoost:
         Probes in a few short passes what the model's KV allows; warns if it can't be moved.
         Raises UnsupportedModelError, ConfigError.
         """
-        self.config = cast(Config, _make(Config, config))
+        self.config = checked(Config, config)
         self.model = model
         self.tokenizer = tokenizer
         self._prompts = PromptBuilder(tokenizer)
@@ -121,8 +104,13 @@ class KVBoost:
         mean = self.config.chunk_tokens
         sizes = ChunkingConfig(min(32, mean // 2), mean, max(256, 3 * mean))
         chunker = Chunker(sizes, frozenset(tokenizer.all_special_ids))
-        store = ChunkStore(MemoryTier(), self.config.max_bytes)
-        self._engine = Engine(runner, store, chunker, self.config)
+        store = open_store(self.config)
+        self._closing = weakref.finalize(self, store.close)
+        self._engine = Engine(runner, store, chunker, self.config.namespace, self._format(runner))
+        self._engine.seal = open_seal()
+        if self.config.trace is not None:
+            cost = Cost(bytes_per_token=runner.layout.bytes_per_token)
+            self._engine.trace = TraceRecorder(Path(self.config.trace), cost)
         self._profile = PROFILES.get(runner.shape, FALLBACK)
         self._weights: int | None = None
         self._totals: Counter[str] = Counter()
@@ -163,7 +151,7 @@ class KVBoost:
     def stream(self, prompt: PromptLike, **options: Unpack[GenerateOptions]) -> Stream:
         """Like `generate`, piece by piece: iterate for text; `completion` is there at the end."""
         clock = self._clock()
-        return Stream(self._run(prompt, self._options(options), clock))
+        return Stream(self._run(prompt, Options.of(options, self._profile), clock))
 
     def prefill(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Cache:
         """transformers' own cache of all but the prompt's last token, made with reuse.
@@ -173,7 +161,7 @@ class KVBoost:
         `cache.batch_repeat_interleave(num_beams)`) then work on reused KV. Assisted decoding of
         transformers 5 goes wrong on any cache that is not empty. The cache is the caller's.
         """
-        prefilled = self._prefill(prompt, self._options(options))
+        prefilled = self._prefill(prompt, Options.of(options, self._profile))
         keep = len(prefilled.prompt.ids) - 1
         layers = [prefilled.buffer.layer(n) for n in range(self._engine.runner.layers)]
         return plain_cache(
@@ -190,7 +178,7 @@ class KVBoost:
         """
         if not answer:
             raise PromptError("the answer is empty: give at least one token id")
-        parsed, clock = self._options(options), self._clock()
+        parsed, clock = Options.of(options, self._profile), self._clock()
         built = self._build(prompt, parsed, clock)
         room = self._engine.room(len(built.ids), len(answer))
         if room < len(answer):
@@ -199,29 +187,54 @@ class KVBoost:
         ttft = clock.elapsed()
         return Score(self._engine.score(prefilled, answer), prefilled.usage, ttft)
 
-    def warm(self, texts: Iterable[DocumentLike], *, progress: bool = True) -> int:
+    def warm(
+        self, texts: Iterable[DocumentLike], *, pin: float | None = None, progress: bool = True
+    ) -> int:
         """Compute and store pieces ahead of their first question; returns the tokens stored.
 
         Each is computed behind the opening of the chat template (or BOS), never alone: KV of a
-        piece encoded alone has a false attention sink at its head. `progress` shows a bar.
+        piece encoded alone has a false attention sink at its head. pin: seconds for which they are
+        not evicted from memory; half of it can be pinned at most. `progress` shows a bar.
         """
         pieces = [self._prompts.warm(piece) for piece in as_list("texts", texts)]
         for prompt in track(pieces, "Warming", disable=not progress or len(pieces) < 2):
             self._prefill(
-                prompt.ids, _Options(NoRecompute(), reuse="exact", segments=prompt.borders)
+                prompt.ids, Options(NoRecompute(), reuse="exact", segments=prompt.borders)
             )
+            if pin is not None and not self._engine.pin(prompt, pin):
+                raise ConfigError(
+                    f"max_bytes={self.config.max_bytes} is too small to pin this: at most half of "
+                    "it can be pinned. Raise it, or pin less"
+                )
         return sum(len(p.ids) - sum(p.borders) for p in pieces)
 
     def explain(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Explanation:
         """What would be reused of a prompt, chunk by chunk, and what differs at the first miss.
         Computes nothing and stores nothing."""
-        parsed = self._options(options)
+        parsed = Options.of(options, self._profile)
         built = self._build(prompt, parsed, self._clock())
         return explain(self._engine, built, parsed.reuse, self._prompts.decode)
 
     def clear(self) -> None:
-        """Forget everything stored."""
-        self._engine.store.clear()
+        """Forget everything stored in memory. What is on disk or on a server stays, for it may be
+        others' too: `kvboost cache clear` empties a folder."""
+        self._engine.store.memory.clear()
+
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Wait until everything stored so far is on disk and on the server (they are written to in
+        the background); False if that takes longer."""
+        return self._engine.store.flush(seconds)
+
+    def close(self) -> None:
+        """Write what still waits to be written and let go of disk and server. Happens by itself
+        when the process ends."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def stats(self) -> Stats:
         """What runs and what has been done so far."""
@@ -234,14 +247,16 @@ class KVBoost:
             reuse=f"exact prefixes only: {support.reason}" if support.reason else "anywhere",
             requests=self._totals["requests"],
             tokens=Usage(**{f.name: self._totals[f.name] for f in fields(Usage)}),
-            store=self._engine.store.stats(),
+            kv_format=self._engine.kv_format,
+            store=self._engine.store.memory.stats(),
+            tiers=self._engine.store.tiers(),
         )
 
-    def _options(self, given: PromptOptions | GenerateOptions) -> _Options:
-        prompt = {k: v for k, v in given.items() if k in PromptOptions.__annotations__}
-        sampling = _make(Sampling, {k: v for k, v in given.items() if k not in prompt})
-        chosen = policy(cast(str, prompt.pop("recompute", "auto")), self._profile)
-        return _Options(chosen, cast(Sampling, sampling), **prompt)  # type: ignore[arg-type]
+    def _format(self, runner: ModelRunner) -> KVFormat:
+        if self.config.kv_format != "auto":
+            return self.config.kv_format
+        limit, digest = self.config.max_divergence, fingerprint(self.model, self.tokenizer)
+        return choose_format(runner, lambda text: self.tokenizer(text).input_ids, digest, limit)
 
     def _clock(self) -> Stopwatch:
         return Stopwatch(self._engine.runner.layout.device)
@@ -253,7 +268,7 @@ class KVBoost:
             self._engine.fingerprint = fingerprint(self.model, self.tokenizer)
             self._weights = version
 
-    def _prefill(self, prompt: PromptLike, options: _Options) -> Prefilled:
+    def _prefill(self, prompt: PromptLike, options: Options) -> Prefilled:
         """Prefill and store, without an answer."""
         clock = self._clock()
         built = self._build(prompt, options, clock)
@@ -263,7 +278,7 @@ class KVBoost:
         self._account(prefilled.usage)
         return prefilled
 
-    def _build(self, prompt: PromptLike, options: _Options, clock: Stopwatch) -> Prompt:
+    def _build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
         self._check_weights()
         built = self._prompts.build(prompt, options.documents, options.segments)
         vocabulary = self.model.config.get_text_config().vocab_size
@@ -275,7 +290,7 @@ class KVBoost:
         return built
 
     def _run(
-        self, prompt: PromptLike, options: _Options, clock: Stopwatch
+        self, prompt: PromptLike, options: Options, clock: Stopwatch
     ) -> Generator[str, None, Completion]:
         engine, sampling = self._engine, options.sampling
         built = self._build(prompt, options, clock)
@@ -323,31 +338,6 @@ class KVBoost:
     def _account(self, usage: Usage) -> None:
         self._totals.update(asdict(usage))
         self._totals["requests"] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """PromptOptions and sampling, checked."""
-
-    policy: RecomputePolicy
-    sampling: Sampling = field(default_factory=Sampling)
-    documents: Iterable[DocumentLike] = ()
-    segments: Iterable[str | int] = ()
-    reuse: Reuse = "auto"
-
-    def __post_init__(self) -> None:
-        if self.reuse not in get_args(Reuse):
-            raise ConfigError(
-                f"reuse must be one of {', '.join(get_args(Reuse))}, not {self.reuse!r}"
-            )
-
-
-def _make(kind: type, given: dict[str, Any]) -> object:
-    """A configuration object; an unknown option is an error that names the known ones."""
-    known = [f.name for f in fields(kind)]
-    if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"unknown option {', '.join(unknown)}: known are {', '.join(known)}")
-    return kind(**given)
 
 
 def _eos(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import track
 from rich.table import Table
 
 import kvboost
+from kvboost import cli_cache
 from kvboost.boost import KVBoost
 from kvboost.demo import demo as run_demo
-from kvboost.errors import KVBoostError
+from kvboost.errors import ConfigError, KVBoostError
+from kvboost.store.simulate import SIMULATED, simulate, unlimited
+from kvboost.store.trace import Trace, read_trace
+from kvboost.store.workloads import WORKLOADS, generate
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Reuse the KV cache of text a model has read before, wherever it stands in the prompt.",
 )
+app.add_typer(cli_cache.app, name="cache")
+BUDGETS = ("5%", "10%", "20%", "40%")
 Model = Annotated[
     str,
     typer.Argument(
@@ -60,6 +69,73 @@ def info(model: Model = "default") -> None:
         if name in ("dtype", "device", "fingerprint", "reuse"):
             table.add_row(name, str(value))
     Console().print(table)
+
+
+@app.command("simulate")
+def replay(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="A file that KVBoost wrote (its option `trace=`), or a made-up workload: "
+            + ", ".join(WORKLOADS),
+        ),
+    ],
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Memory for KV: bytes (4e9), or a share of all that is asked for (10%). May be "
+            "given several times.",
+            show_default=", ".join(BUDGETS),
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What chooses the chunk that goes when memory is full: {', '.join(SIMULATED)}. "
+            "May be given several times.",
+            show_default="all",
+        ),
+    ] = None,
+) -> None:
+    """Replay a trace under memory budgets and eviction policies, without a model.
+
+    Shows how many of the seconds of prefill that stored KV could save are saved.
+
+    docs/traces.md says what a trace holds, docs/eviction.md what to expect.
+    """
+    policies, replayed = policy or list(SIMULATED), _trace(trace)
+    most = unlimited(replayed)
+    table = Table("budget", *policies, box=None)
+    for share in track(budget or BUDGETS, "Replaying", transient=True):
+        size = _bytes(share, most.bytes)
+        saved = [simulate(replayed, name, size).saved for name in policies]
+        table.add_row(f"{share} = {decimal(size)}", *(f"{s / most.saved:.1%}" for s in saved))
+    console = Console()
+    console.print(
+        f"{len(replayed.requests):,} requests; prefill takes {most.seconds:,.0f} s, and an endless "
+        f"store ({decimal(most.bytes)}) saves {most.saved:,.0f} s of it. Of those:",
+        highlight=False,
+    )
+    console.print(table)
+
+
+def _trace(name: str) -> Trace:
+    if name in WORKLOADS:
+        return generate(name, seed=0, requests=1500)
+    if not Path(name).is_file():
+        raise ConfigError(f"{name!r} is neither a file nor one of {', '.join(WORKLOADS)}")
+    return read_trace(Path(name))
+
+
+def _bytes(budget: str, most: int) -> int:
+    number, share = budget.removesuffix("%"), budget.endswith("%")
+    try:
+        size = float(number) * (most / 100 if share else 1)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < float("inf"):
+        raise ConfigError(f"a budget is bytes (4e9) or a share (10%), not {budget!r}")
+    return round(size)
 
 
 def main() -> None:

@@ -14,21 +14,36 @@ import torch
 from torch import Tensor
 
 from kvboost.chunking import Chunker
-from kvboost.config import Config
+from kvboost.config import KVFormat
 from kvboost.errors import ConfigError, PromptError
-from kvboost.keys import KeySpace
+from kvboost.keys import ChunkKey, KeySpace
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
-from kvboost.plan import Entry, ReusePlan, lineages, make_plan
+from kvboost.plan import Entry, ReusePlan, lineages
 from kvboost.prompt import Prompt
-from kvboost.recompute import Look, RecomputePolicy
+from kvboost.recompute import Look, RecomputePolicy, moved_rows
 from kvboost.runner import ModelRunner
-from kvboost.store import ChunkStore, PackedKV, encode, place_run
+from kvboost.store import (
+    ChunkStore,
+    Codebook,
+    Lookup,
+    PackedKV,
+    Seal,
+    encode,
+    place_run,
+)
+from kvboost.store.trace import TraceRecorder
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
 
 _BLOCK = 512
 """Rows of a pass behind a prefix. 1,760 tokens with 26 of them stored cost 1.06 of a plain prefill
 in blocks of 512, 1.09 to 1.10 in 256 or 1,024, and 1.30 in one pass (135M, bf16, 2 cores)."""
+
+_PACED = 64
+"""Rows that a pass must have to tell how long a token takes."""
+
+_PACE = 1e-3
+"""Seconds a token is taken to cost until one has been measured."""
 
 
 @dataclass
@@ -40,6 +55,7 @@ class RequestProbe:
     ids: Sequence[int]
     passes: list[ForwardPass] = field(default_factory=list)
     computed: set[int] = field(default_factory=set)
+    mass: Tensor | None = None
 
     @property
     def layers(self) -> int:
@@ -51,7 +67,8 @@ class RequestProbe:
 
     def attention(self, rows: Sequence[int], look: Look) -> Tensor:
         self._count(rows, look.depth)
-        return self.runner.attention(self.buffer, self.ids, rows, look)
+        self.mass = self.runner.attention(self.buffer, self.ids, rows, look)
+        return self.mass
 
     def forward(self, rows: Sequence[int]) -> Tensor:
         """Compute `rows` through all layers, a block at a time: the last logits.
@@ -78,7 +95,7 @@ class Prefilled:
     """A prompt whose KV is in its buffer. logits: the last token's, float32 `[1, vocab]`.
 
     KV in [0, exact_until) has exactly this prompt's context. `rounded`: some of what was used had
-    been stored quantised.
+    been stored quantised. computed, mass: what `RequestProbe` noted.
     """
 
     prompt: Prompt
@@ -88,6 +105,8 @@ class Prefilled:
     exact_until: int
     usage: Usage
     passes: tuple[ForwardPass, ...]
+    computed: set[int]
+    mass: Tensor | None
     rounded: bool = False
 
     @property
@@ -100,16 +119,25 @@ class Engine:
     """The straight line. Everything it needs is handed in; it owns nothing but the order.
 
     `fingerprint` is the caller's to set before the first request, and whenever weights change.
+    `seal` encrypts what leaves this process, `trace` records what was asked for; both may be set.
     """
 
     def __init__(
-        self, runner: ModelRunner, store: ChunkStore, chunker: Chunker, config: Config
+        self,
+        runner: ModelRunner,
+        store: ChunkStore,
+        chunker: Chunker,
+        namespace: str,
+        kv_format: KVFormat,
     ) -> None:
         self.runner = runner
         self.store = store
         self.chunker = chunker
-        self._config = config
+        self._namespace, self.kv_format = namespace, kv_format
         self.fingerprint = ""
+        self.seal: Seal | None = None
+        self.trace: TraceRecorder | None = None
+        self._pace: float | None = None
         self._lock = threading.Lock()
 
     @torch.inference_mode()
@@ -122,22 +150,28 @@ class Engine:
         """
         ids = prompt.ids
         self.room(len(ids), room)
+        plan, stored = self._fetch(prompt, reuse)
+        clock.lap("lookup")
+        buffer = self.runner.new_buffer(len(ids) + room)
+        for splice, kvs in zip(plan.splices, stored, strict=True):
+            place_run(splice, kvs, buffer)
+        clock.lap("assemble")
         with self._lock:
-            plan, stored = self._lookup(prompt, reuse)
-            clock.lap("lookup")
-            buffer = self.runner.new_buffer(len(ids) + room)
-            for splice, kvs in zip(plan.splices, stored, strict=True):
-                place_run(splice, kvs, buffer)
-            clock.lap("assemble")
             probe = RequestProbe(self.runner, buffer, ids)
             rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
             _check_rows(rows, plan, probe.computed, policy.name)
             clock.lap("probe")
             logits = probe.forward(rows)
-            clock.lap("forward")
+            self._note_pace(clock.lap("forward"), len(rows))
         made = _prefilled(prompt, plan, rows, probe, logits)
         reused = made.usage.exact + made.usage.moved > 0
-        return replace(made, rounded=reused and self._config.kv_format != "raw")
+        return replace(made, rounded=reused and self.kv_format != "raw")
+
+    def _note_pace(self, seconds: float, rows: int) -> None:
+        """Seconds to compute a token, smoothed; short passes say little about long ones."""
+        if rows >= _PACED:
+            last = seconds / rows if self._pace is None else self._pace
+            self._pace = last + 0.3 * (seconds / rows - last)
 
     def room(self, tokens: int, wanted: int) -> int:
         """How many of `wanted` tokens may follow a prompt of `tokens`: at least one. Raises
@@ -152,28 +186,48 @@ class Engine:
             )
         return min(wanted, window - tokens + 1)
 
-    def _lookup(self, prompt: Prompt, reuse: Reuse) -> tuple[ReusePlan, list[list[PackedKV]]]:
-        if reuse == "off":
+    def _fetch(self, prompt: Prompt, reuse: Reuse) -> tuple[ReusePlan, list[list[PackedKV]]]:
+        if not self.reuses(prompt, reuse):
             return ReusePlan(len(prompt.ids), ()), []
+        lookup = self.lookup(prompt, reuse)
         while True:
-            plan = self.plan(prompt, reuse)
-            stored = self.store.fetch(plan)
+            plan = lookup.plan()
+            stored = lookup.fetch(plan)
             if stored is not None:
                 return plan, stored
 
-    def plan(self, prompt: Prompt, reuse: Reuse) -> ReusePlan:
-        """What would be reused, by the index alone."""
+    def reuses(self, prompt: Prompt, reuse: Reuse) -> bool:
+        """Whether stored KV may be used for this prompt at all."""
+        return reuse != "off" and self.runner.support.regime(len(prompt.ids)) is not None
+
+    def lookup(self, prompt: Prompt, reuse: Reuse) -> Lookup:
+        """What is stored of a prompt, and what of it would be reused."""
         length = len(prompt.ids)
-        if self.runner.support.regime(length) is None:
-            return ReusePlan(length, ())
-        move = reuse == "auto" and self.runner.support.movable(length)
-        chunks = self.chunker.split(prompt.ids, prompt.borders)
-        return make_plan(chunks, self.keys(length), self.store, move=move)
+        return self.store.lookup(
+            self.chunker.split(prompt.ids, prompt.borders),
+            self.book(length),
+            self._pace,
+            move=reuse == "auto" and self.runner.support.movable(length),
+        )
 
     def keys(self, length: int) -> KeySpace:
-        """The key space of prompts of this length."""
-        regime = self.runner.support.regime(length)
-        return KeySpace(self.fingerprint, self._config.namespace, regime or "")
+        """The key space of prompts of this length. Formats of stored KV don't mix: what is found
+        is as precise as what was asked for."""
+        regime = self.runner.support.regime(length) or ""
+        if self.kv_format != "raw":
+            regime = f"{regime} {self.kv_format}"
+        return KeySpace(self.fingerprint, self._namespace, regime)
+
+    def book(self, length: int) -> Codebook:
+        """How entries of that key space are written and read."""
+        return Codebook(self.keys(length), self.runner.layout, self.seal)
+
+    def pin(self, prompt: Prompt, seconds: float) -> bool:
+        """Keep what is stored of this prompt's own chain for so long; see `Memory.pin`."""
+        chunks = self.chunker.split(prompt.ids, prompt.borders)
+        return self.store.memory.pin(
+            lineages(chunks, len(prompt.ids), self.keys(len(prompt.ids))), seconds
+        )
 
     @torch.inference_mode()
     def step(self, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
@@ -217,21 +271,45 @@ class Engine:
             return
         until = prefilled.exact_until
         exact_until = len(ids) if until == len(prefilled.prompt.ids) else until
-        keys = self.keys(len(ids))
-        chunks = self.chunker.split(ids, prefilled.prompt.borders)
-        parent, chain = keys.root, []
-        with self._lock:
-            for chunk, key in zip(chunks, lineages(chunks, exact_until, keys), strict=True):
-                entry = Entry(key, parent, keys.content(chunk.ids), chunk.ids, chunk.start)
-                if (entry.exact or not _touches_moved(chunk, prefilled.plan)) and self.store.wants(
-                    entry
-                ):
-                    kv = prefilled.buffer.cut(chunk.start, chunk.end)
-                    packed = encode(kv, self.runner.layout, chunk.start, self._config.kv_format)
-                    self.store.put(entry, packed)
-                chain.append(key)
-                parent = key
-            self.store.touch(chain)
+        book, chunks = self.book(len(ids)), self.chunker.split(ids, prefilled.prompt.borders)
+        keys = book.keys
+        lineage = lineages(chunks, exact_until, keys)
+        contents = [keys.content(chunk.ids) for chunk in chunks]
+        if self.trace is not None:
+            answer = sum(chunk.end > len(prefilled.prompt.ids) for chunk in chunks)
+            self.trace.record(chunks, lineages(chunks, len(ids), keys), contents, answer)
+        spared = {*lineage, *(p.entry.key for s in prefilled.plan.splices for p in s.pieces)}
+        for key, share in _shares(prefilled).items():
+            self.store.memory.hit(key, share)
+        parent = keys.root
+        for chunk, key, content in zip(chunks, lineage, contents, strict=True):
+            entry = Entry(key, parent, content, chunk.ids, chunk.start)
+            parent = key
+            mine = entry.exact or not _touches_moved(chunk, prefilled.plan)
+            if mine and self.store.memory.wants(entry):
+                kv = prefilled.buffer.cut(chunk.start, chunk.end)
+                packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
+                seconds = (self._pace or _PACE) * len(chunk)
+                self.store.put(entry, packed, seconds, spared, book)
+
+
+def _shares(prefilled: Prefilled) -> dict[ChunkKey, float]:
+    """What each chunk used saved, as a share of computing it; of moved ones, weighed by how much
+    the question looked at them against the others."""
+    plan, mass = prefilled.plan, prefilled.mass
+    mean = float(mass[moved_rows(plan)].mean()) if mass is not None and plan.moved else 0.0
+    saved: dict[ChunkKey, float] = {}
+    for splice in plan.splices:
+        at = splice.start
+        for piece in splice.pieces:
+            rows = range(at, at + len(piece))
+            at = rows.stop
+            share = sum(row not in prefilled.computed for row in rows) / len(piece.entry.ids)
+            if mass is not None and mean > 0 and not splice.exact:
+                weight = float(mass[rows.start : rows.stop].mean()) / mean
+                share *= min(max(weight, 0.5), 2.0)
+            saved[piece.entry.key] = saved.get(piece.entry.key, 0.0) + share
+    return saved
 
 
 def _check_rows(rows: Sequence[int], plan: ReusePlan, computed: set[int], name: str) -> None:
@@ -265,4 +343,6 @@ def _prefilled(
         computed=length - len(spliced),
     )
     passes = tuple(probe.passes)
-    return Prefilled(prompt, probe.buffer, logits, plan, exact_until, usage, passes)
+    return Prefilled(
+        prompt, probe.buffer, logits, plan, exact_until, usage, passes, probe.computed, probe.mass
+    )

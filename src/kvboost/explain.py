@@ -10,6 +10,7 @@ from kvboost.engine import Engine
 from kvboost.keys import ChunkKey
 from kvboost.plan import ReusePlan
 from kvboost.prompt import Prompt
+from kvboost.store import Lookup
 from kvboost.types import Reuse
 
 _WINDOW = 8
@@ -66,8 +67,8 @@ def explain(
     engine: Engine, prompt: Prompt, reuse: Reuse, decode: Callable[[list[int]], str]
 ) -> Explanation:
     """Plan the prompt by the index alone and put the plan into words."""
-    plan = engine.plan(prompt, reuse) if reuse != "off" else ReusePlan(len(prompt.ids), ())
-    chunks = engine.chunker.split(prompt.ids, prompt.borders)
+    lookup = engine.lookup(prompt, reuse)
+    plan = lookup.plan() if engine.reuses(prompt, reuse) else ReusePlan(len(prompt.ids), ())
     spans: list[SpanReport] = []
     for splice in plan.splices:
         at = splice.start
@@ -78,12 +79,12 @@ def explain(
             spans.append(SpanReport(at, at + len(piece), kind, splice.shift, seam, text))
             at += len(piece)
     covered = [(s.start, s.end) for s in spans]
-    for chunk in chunks:
+    for chunk in lookup.chunks:
         for start, end in _gaps(chunk.start, chunk.end, covered):
             text = _snippet(decode(list(prompt.ids[start:end])))
             spans.append(SpanReport(start, end, "computed", 0, "", text))
     spans.sort(key=lambda s: s.start)
-    return Explanation(plan.length, tuple(spans), _difference(engine, prompt, plan, decode))
+    return Explanation(plan.length, tuple(spans), _difference(lookup, prompt, plan, decode))
 
 
 def _gaps(start: int, end: int, covered: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -103,7 +104,7 @@ def _snippet(text: str) -> str:
 
 
 def _difference(
-    engine: Engine, prompt: Prompt, plan: ReusePlan, decode: Callable[[list[int]], str]
+    lookup: Lookup, prompt: Prompt, plan: ReusePlan, decode: Callable[[list[int]], str]
 ) -> Difference | None:
     """Compare with the stored chunk that goes on where the exact prefix ends."""
     at = plan.exact_tokens
@@ -111,7 +112,7 @@ def _difference(
     if not pieces or at >= plan.length:
         return None
     last = pieces[-1]
-    stored = list(last.entry.ids[last.hi :]) or _successor(engine, last.entry.key)
+    stored = list(last.entry.ids[last.hi :]) or _successor(lookup, last.entry.key)
     if not stored:
         return None
     return Difference(
@@ -122,6 +123,6 @@ def _difference(
     )
 
 
-def _successor(engine: Engine, key: ChunkKey) -> list[int]:
-    newest = next(iter(engine.store.children(key)), None)
+def _successor(lookup: Lookup, key: ChunkKey) -> list[int]:
+    newest = next(iter(lookup.children(key)), None)
     return list(newest.ids) if newest else []

@@ -20,11 +20,12 @@ class Stopwatch:
         self._started = self._last = time.perf_counter() if started is None else started
         self.parts: defaultdict[str, float] = defaultdict(float)
 
-    def lap(self, part: str) -> None:
-        """Charge the time since the last reading to `part`."""
+    def lap(self, part: str) -> float:
+        """Charge the time since the last reading to `part`; the seconds charged."""
         now = self._now()
-        self.parts[part] += now - self._last
-        self._last = now
+        took, self._last = now - self._last, now
+        self.parts[part] += took
+        return took
 
     def skip(self) -> None:
         """Charge the time since the last reading to nobody (the caller held the stream)."""

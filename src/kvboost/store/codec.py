@@ -1,31 +1,22 @@
-"""Stored KV: quantised to a format, placed in a request's buffer, written to bytes and read back.
+"""Stored KV: quantised to a format, and placed in a request's buffer.
 
-Knows nothing of tiers, budgets or models. docs/entry-format.md specifies the bytes.
+Knows nothing of bytes, tiers, budgets or models.
 Shapes: L layers, H kv heads, T tokens, D head dim.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from kvboost.config import KVFormat
-from kvboost.keys import DIGEST_BYTES, ChunkKey, KeyKind, KeySpace
-from kvboost.kv import ChunkKV, KVBuffer, KVLayout, LayerGroup
-from kvboost.plan import Entry, Splice
-
-Flaw = Literal["truncated", "checksum", "version", "foreign", "shape"]
+from kvboost.kv import ChunkKV, KVBuffer, KVLayout
+from kvboost.plan import Splice
 
 SINK_TOKENS = 4
 """A prompt's first tokens are its attention sink: kept as the model made them in any format."""
@@ -66,6 +57,9 @@ class PackedKV:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
+
+    def to(self, device: torch.device) -> PackedKV:
+        return replace(self, tensors={name: t.to(device) for name, t in self.tensors.items()})
 
 
 def encode(kv: ChunkKV, layout: KVLayout, position: int, fmt: KVFormat) -> PackedKV:
@@ -151,127 +145,3 @@ def _rounded_up(x: Tensor) -> Tensor:
     y = x.bfloat16()
     above = (x + x.abs() * (torch.finfo(y.dtype).eps / 2)).bfloat16()
     return torch.where(y.float() < x, above, y)
-
-
-# -- bytes
-
-_MAGIC, _VERSION = b"KVBENTRY", 1
-_PRELUDE = struct.Struct("<8sI32sBBIQQ32s32s32s")
-_FORMATS = get_args(KVFormat)
-_LINKS = (
-    (KeyKind.PREFIX, KeyKind.PREFIX),
-    (KeyKind.CONTEXT, KeyKind.PREFIX),
-    (KeyKind.CONTEXT, KeyKind.CONTEXT),
-)
-"""What may follow what: (kind of an entry's key, kind of its parent's)."""
-_INDEX_BYTES = 1 << 14
-"""Room for safetensors' own header."""
-
-
-class EntryError(ValueError):
-    """These bytes are no entry that may be used here. `flaw` says why, in a word to count by."""
-
-    def __init__(self, flaw: Flaw) -> None:
-        super().__init__(f"the stored entry can't be used: {flaw}")
-        self.flaw: Flaw = flaw
-
-
-class EntryHeader(NamedTuple):
-    """What an entry's first bytes say. `size` bytes of tensors, like those of `outline`, follow
-    from `start` on and end it."""
-
-    entry: Entry
-    outline: PackedKV
-    start: int
-    size: int
-    checksum: bytes
-
-
-def dump(entry: Entry, packed: PackedKV, keys: KeySpace) -> bytes:
-    """The entry as bytes, which `load` takes back under the same keys only."""
-    body = save_tensors({name: t.cpu().contiguous() for name, t in packed.tensors.items()})
-    head = _PRELUDE.pack(
-        _MAGIC,
-        _VERSION,
-        keys.root.digest,
-        _LINKS.index((entry.key.kind, entry.parent.kind)),
-        _FORMATS.index(packed.fmt),
-        len(entry.ids),
-        entry.position,
-        len(body),
-        entry.key.digest,
-        entry.parent.digest,
-        _digest(body),
-    ) + struct.pack(f"<{len(entry.ids)}I", *entry.ids)
-    return head + _digest(head) + body
-
-
-def read_header(data: bytes, keys: KeySpace, layout: KVLayout) -> EntryHeader:
-    """The header that `data` begins with; what follows it need not be there. Raises EntryError."""
-    if len(data) < _PRELUDE.size:
-        raise EntryError("truncated")
-    fields = _PRELUDE.unpack_from(data)
-    magic, version, root, link, fmt, tokens, position, size, key, before, checksum = fields
-    if magic == _MAGIC and version != _VERSION:
-        raise EntryError("version")
-    if (magic, root) != (_MAGIC, keys.root.digest):
-        raise EntryError("foreign")
-    end = _PRELUDE.size + 4 * tokens
-    if len(data) < end + DIGEST_BYTES:
-        raise EntryError("truncated")
-    if data[end : end + DIGEST_BYTES] != _digest(data[:end]):
-        raise EntryError("checksum")
-    if not 0 < tokens <= MAX_TOKENS or link >= len(_LINKS) or fmt >= len(_FORMATS):
-        raise EntryError("shape")
-    outline = _outline(layout, _FORMATS[fmt], tokens, min(position, SINK_TOKENS))
-    if size > outline.nbytes + _INDEX_BYTES:
-        raise EntryError("shape")
-    kind, parent_kind = _LINKS[link]
-    parent, ids = (
-        ChunkKey(parent_kind, before),
-        struct.unpack_from(f"<{tokens}I", data[:end], end - 4 * tokens),
-    )
-    follow = keys.prefix if kind is KeyKind.PREFIX else keys.approximate
-    entry = Entry(follow(parent, ids), parent, keys.content(ids), ids, position)
-    if entry.key.digest != key:
-        raise EntryError("foreign")
-    return EntryHeader(entry, outline, end + DIGEST_BYTES, size, checksum)
-
-
-def load(data: bytes, keys: KeySpace, layout: KVLayout) -> tuple[Entry, PackedKV]:
-    """The entry and its KV, on the CPU. Raises EntryError unless all of it is as `dump` made it,
-    for these keys and this layout. Allocates no more than `data` holds."""
-    entry, outline, start, size, checksum = read_header(data, keys, layout)
-    if len(data) != start + size:
-        raise EntryError("truncated")
-    body = data[start:]
-    if _digest(body) != checksum:
-        raise EntryError("checksum")
-    try:
-        tensors = load_tensors(body)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise EntryError("shape") from error
-    if _shapes(tensors) != _shapes(outline.tensors):
-        raise EntryError("shape")
-    return entry, replace(outline, position=entry.position, tensors=tensors)
-
-
-@lru_cache(maxsize=1024)
-def _outline(layout: KVLayout, fmt: KVFormat, tokens: int, position: int) -> PackedKV:
-    """What `encode` gives, without values."""
-
-    def empty(group: LayerGroup, dim: int) -> Tensor:
-        shape = (len(group.layers), group.heads, tokens, dim)
-        return torch.empty(shape, dtype=layout.dtype, device="meta")
-
-    k = tuple(empty(group, group.k_dim) for group in layout.groups)
-    v = tuple(empty(group, group.v_dim) for group in layout.groups)
-    return encode(ChunkKV(k, v), layout, position, fmt)
-
-
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (t.shape, t.dtype) for name, t in tensors.items()}
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES, person=b"kvboost.entry").digest()

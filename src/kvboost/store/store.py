@@ -1,182 +1,224 @@
-"""The index over stored chunks, and one hard byte budget.
+"""Stored chunks wherever they are: in memory first, then on shelves (disk, a shared server).
 
-Knows nothing of models or prompts. Safe to use from several threads.
+One request looks up through one `Lookup`. Knows nothing of models. Safe to use from several
+threads.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Container, Iterable, Sequence
 
 from kvboost.keys import ChunkKey
-from kvboost.plan import Entry, ReusePlan
+from kvboost.plan import Entry, ReusePlan, lineages, make_plan
 from kvboost.store.codec import PackedKV
-from kvboost.store.tier import Tier
+from kvboost.store.entry import Codebook
+from kvboost.store.memory import Memory
+from kvboost.store.shelf import Found, Shelf, TierStats
+from kvboost.types import Chunk
 
-_CONSIDERED = 64
-"""Successors or variants of one key that a lookup looks at, newest first."""
+_ASKS = 32
+"""Questions that one plan may ask the shelves beyond the first two, about neighbours of what was
+found; unanswered, a run counts as one among new neighbours."""
 
-_ENTRY_BYTES = 1024
-"""Index overhead charged per entry, besides 8 bytes per token id (measured: about 900)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Counters since the store was made, and what it holds now."""
-
-    entries: int
-    tokens: int
-    bytes: int
-    max_bytes: int
-    stored: int
-    evicted: int
-    rejected: int
-    lost: int
+_PATIENCE = 5.0
+"""Seconds that loading may take as long as nobody knows what computing takes."""
 
 
 class ChunkStore:
-    """Stored chunks by lineage, by parent and by content.
+    """Memory, and shelves below it in order of speed.
 
-    The budget is never exceeded: room is made before a chunk is stored, and a chunk that can't fit
-    is not stored. Of chunks that no other one follows, the least recently used goes first: a chain
-    is lost from its end, and a chain that is longer than the budget keeps its beginning.
+    What is stored goes to memory at once and to every shelf in the background. What a plan takes
+    from a shelf goes to memory, and to the shelves above.
     """
 
-    def __init__(self, tier: Tier, max_bytes: int) -> None:
-        self._tier = tier
-        self._max_bytes = max_bytes
-        self._lock = threading.RLock()
-        self._entries: OrderedDict[ChunkKey, Entry] = OrderedDict()  # least recently used first
-        self._cost: dict[ChunkKey, int] = {}
-        self._children: defaultdict[ChunkKey, dict[ChunkKey, Entry]] = defaultdict(dict)
-        self._variants: defaultdict[ChunkKey, dict[ChunkKey, Entry]] = defaultdict(dict)
-        self._bytes = self._stored = self._evicted = self._rejected = self._lost = 0
+    def __init__(self, memory: Memory, shelves: Sequence[Shelf] = ()) -> None:
+        self.memory = memory
+        self.shelves = tuple(shelves)
+
+    def lookup(
+        self, chunks: Sequence[Chunk], book: Codebook, pace: float | None, *, move: bool
+    ) -> Lookup:
+        """What is known about a prompt's chunks. pace: seconds to compute a token, if known; a
+        shelf that takes longer than that is left out."""
+        self.memory.begin()
+        return Lookup(self, chunks, book, pace, move=move)
+
+    def put(
+        self,
+        entry: Entry,
+        kv: PackedKV,
+        seconds: float,
+        spared: Container[ChunkKey],
+        book: Codebook,
+    ) -> None:
+        """Store a chunk, if it is wanted. seconds, spared: see `Memory.put`."""
+        if not self.memory.wants(entry):
+            return
+        self.memory.put(entry, kv, seconds, spared)
+        for shelf in self.shelves:
+            shelf.store(entry, kv, book, seconds)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was stored is written; False if that takes longer."""
+        written = [shelf.flush(seconds) for shelf in self.shelves]
+        return all(written)
+
+    def close(self) -> None:
+        """Write what is queued and let go of the shelves."""
+        for shelf in self.shelves:
+            shelf.close()
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        return tuple(shelf.stats() for shelf in self.shelves)
+
+
+class Lookup:
+    """What is stored for one request: a `plan.Index`, its plan, and the KV that the plan names.
+
+    Entries on shelves are asked for in batches before planning; what planning asks beyond that
+    (neighbours of what was found) is asked one by one, up to a limit.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        chunks: Sequence[Chunk],
+        book: Codebook,
+        pace: float | None,
+        *,
+        move: bool,
+    ) -> None:
+        self._memory, self.chunks, self._book = store.memory, chunks, book
+        self._pace, self._move = pace, move
+        self._shelves = [shelf for shelf in store.shelves if shelf.up]
+        self._found: dict[ChunkKey, tuple[Found, Shelf]] = {}
+        self._unknown: set[ChunkKey] = set()
+        self._gone: set[ChunkKey] = set()
+        self._groups: dict[ChunkKey, list[Entry]] = {}
+        self._loaded: dict[ChunkKey, PackedKV] = {}
+        self._asks = _ASKS
+        if self._shelves:
+            self._prefetch()
+
+    def plan(self) -> ReusePlan:
+        """What would be reused, by the index alone."""
+        return make_plan(self.chunks, self._book.keys, self, move=self._move)
 
     # -- plan.Index
 
     def get(self, key: ChunkKey) -> Entry | None:
-        with self._lock:
-            return self._entries.get(key)
+        entry = self._memory.get(key)
+        if entry is None and key not in self._found and key not in self._unknown:
+            self._get([key])
+        return entry or (self._found[key][0].entry if key in self._found else None)
 
     def children(self, parent: ChunkKey) -> Iterable[Entry]:
-        with self._lock:
-            return list(islice(reversed(self._children.get(parent, {}).values()), _CONSIDERED))
+        if parent not in self._groups:
+            self._find([parent])
+        return self._merged(self._memory.children(parent), parent)
 
     def variants(self, content: ChunkKey) -> Iterable[Entry]:
-        """Newest first, and so exact ones first: `wants` lets no approximate one follow them."""
-        with self._lock:
-            return list(islice(reversed(self._variants.get(content, {}).values()), _CONSIDERED))
+        found = self._merged(self._memory.variants(content), content)
+        # A prompt's first tokens are its attention sink; elsewhere they would be a second.
+        return sorted((e for e in found if e.position > 0), key=lambda e: not e.exact)
 
-    # -- tensors
+    def _merged(self, entries: Iterable[Entry], group: ChunkKey) -> list[Entry]:
+        found = [e for e in self._groups.get(group, ()) if e.key in self._found]
+        return list({e.key: e for e in (*entries, *found)}.values())
+
+    # -- shelves
+
+    def _prefetch(self) -> None:
+        """Ask in two batches what the shelves know of the prompt's chunks; forget what a shelf
+        knows if loading it takes longer than computing it."""
+        keys, chunks = self._book.keys, self.chunks
+        chain = lineages(chunks, chunks[-1].end, keys)
+        absent = [key for key in chain if self._memory.get(key) is None]
+        if not absent:
+            return
+        self._get(absent)
+        if self._move:
+            missed = [c for c, k in zip(chunks, chain, strict=True) if k in self._unknown]
+            contents = dict.fromkeys(keys.content(c.ids) for c in missed)
+            self._find([c for c in contents if not self._memory.variants(c)])
+        for shelf in list(self._shelves):
+            self._race(shelf)
+
+    def _race(self, shelf: Shelf) -> None:
+        mine = {key: found for key, (found, where) in self._found.items() if where is shelf}
+        once = {found.entry.content: found for found in mine.values()}.values()
+        tokens, size = sum(len(f.entry.ids) for f in once), sum(f.bytes for f in once)
+        if once and self._pace is not None and not shelf.faster(size, self._pace * tokens):
+            self._shelves.remove(shelf)
+            for key in mine:
+                self._drop(key)
+
+    def _get(self, keys: Sequence[ChunkKey]) -> None:
+        for shelf in self._ask():
+            keys = [key for key in keys if key not in self._found]
+            self._note(shelf, shelf.get(keys, self._book) if keys else [])
+        self._unknown.update(key for key in keys if key not in self._found)
+
+    def _find(self, groups: Sequence[ChunkKey]) -> None:
+        for group in groups:
+            self._groups[group] = []
+        for shelf in self._ask():
+            groups = [group for group in groups if not self._groups[group]]
+            for group, found in zip(groups, shelf.find(groups, self._book), strict=True):
+                self._note(shelf, found)
+                self._groups[group] = [f.entry for f in found]
+
+    def _ask(self) -> list[Shelf]:
+        self._asks -= 1
+        return self._shelves if self._asks >= 0 else []
+
+    def _note(self, shelf: Shelf, found: Iterable[Found | None]) -> None:
+        for f in found:
+            if f is not None and f.entry.key not in self._gone:
+                self._found.setdefault(f.entry.key, (f, shelf))
+
+    def _drop(self, key: ChunkKey) -> None:
+        self._found.pop(key, None)
+        self._unknown.add(key)
+        self._gone.add(key)
+
+    # -- KV
 
     def fetch(self, plan: ReusePlan) -> list[list[PackedKV]] | None:
-        """The KV of every piece of every splice, and mark them used. The caller's references keep
-        them alive, whatever is evicted meanwhile.
+        """The KV of every piece of every splice; what comes from a shelf is kept in memory.
 
-        None if one is gone: it is forgotten, and a new plan won't name it.
+        None if one is gone, or late: a new plan won't name it.
         """
-        with self._lock:
-            found = []
-            for splice in plan.splices:
-                kvs = [self._load(piece.entry.key) for piece in splice.pieces]
-                found.append([kv for kv in kvs if kv is not None])
-                if len(found[-1]) < len(kvs):
-                    return None
-            for splice in plan.splices:
-                self.touch([piece.entry.key for piece in splice.pieces])
-            return found
+        pieces = [piece for splice in plan.splices for piece in splice.pieces]
+        entries = {piece.entry.key: piece.entry for piece in pieces}
+        for key in entries.keys() - self._loaded.keys():
+            if kv := self._memory.load(key):
+                self._loaded[key] = kv
+        for shelf in self._shelves:
+            wanted = [
+                entry
+                for key, entry in entries.items()
+                if key not in self._loaded and key in self._found and self._found[key][1] is shelf
+            ]
+            if wanted:
+                self._load(shelf, wanted, entries.keys())
+        gone = entries.keys() - self._loaded.keys()
+        for key in gone:
+            self._drop(key)
+        if gone:
+            return None
+        return [[self._loaded[p.entry.key] for p in splice.pieces] for splice in plan.splices]
 
-    def _load(self, key: ChunkKey) -> PackedKV | None:
-        kv = self._tier.load(key)
-        if kv is None and key in self._entries:
-            self._forget(key)
-            self._lost += 1
-        return kv
-
-    def touch(self, chain: Sequence[ChunkKey]) -> None:
-        """Mark a chain (root first) used."""
-        with self._lock:
-            for key in reversed(chain):
-                if key in self._entries:
-                    self._entries.move_to_end(key)
-
-    def wants(self, entry: Entry) -> bool:
-        """Whether `put` would add anything: a chunk that is there already, or KV from approximate
-        context where KV from exact context is there, is not stored."""
-        with self._lock:
-            if entry.key in self._entries:
-                return False
-            variants = self._variants.get(entry.content, {}).values()
-            return entry.exact or not any(e.exact for e in variants)
-
-    def put(self, entry: Entry, kv: PackedKV) -> None:
-        """Store a chunk, if it is wanted and fits."""
-        cost = kv.nbytes + 8 * len(entry.ids) + _ENTRY_BYTES
-        with self._lock:
-            if not self.wants(entry):
-                return
-            orphan = entry.exact and entry.position > 0 and entry.parent not in self._entries
-            if orphan or cost > self._max_bytes:
-                self._rejected += 1
-                return
-            self._drop_outgrown(entry)
-            while self._bytes + cost > self._max_bytes:
-                victim = self._victim(entry.parent)
-                if victim is None:
-                    self._rejected += 1
-                    return
-                self._forget(victim)
-                self._evicted += 1
-            self._tier.save(entry.key, kv)
-            self._entries[entry.key] = entry
-            self._cost[entry.key] = cost
-            self._bytes += cost
-            self._stored += 1
-            self._children[entry.parent][entry.key] = entry
-            if entry.position > 0:
-                # A prompt's first tokens are its attention sink; elsewhere they would be a second.
-                self._variants[entry.content][entry.key] = entry
-
-    def _victim(self, parent: ChunkKey) -> ChunkKey | None:
-        """The chunk to evict for one that follows `parent`."""
-        ends = (key for key in self._entries if key != parent and not self._children.get(key))
-        return next(ends, None)
-
-    def _drop_outgrown(self, entry: Entry) -> None:
-        """The end of a chat's last turn, cut short where the prompt ended, is now stored longer."""
-        for old in list(self._children.get(entry.parent, {}).values()):
-            n = len(old.ids)
-            shorter = n < len(entry.ids) and entry.ids[:n] == old.ids
-            if shorter and old.exact == entry.exact and not self._children.get(old.key):
-                self._forget(old.key)
-
-    def _forget(self, key: ChunkKey) -> None:
-        entry = self._entries.pop(key)
-        self._bytes -= self._cost.pop(key)
-        self._tier.drop(key)
-        for table, under in ((self._children, entry.parent), (self._variants, entry.content)):
-            table[under].pop(key, None)
-            if not table[under]:
-                del table[under]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            for key in list(self._entries):
-                self._forget(key)
-
-    def stats(self) -> StoreStats:
-        with self._lock:
-            return StoreStats(
-                entries=len(self._entries),
-                tokens=sum(len(e.ids) for e in self._entries.values()),
-                bytes=self._bytes,
-                max_bytes=self._max_bytes,
-                stored=self._stored,
-                evicted=self._evicted,
-                rejected=self._rejected,
-                lost=self._lost,
-            )
+    def _load(self, shelf: Shelf, wanted: Sequence[Entry], spared: Container[ChunkKey]) -> None:
+        pace = self._pace or 0.0
+        patience = sum(len(e.ids) for e in wanted) * pace or _PATIENCE
+        loaded = shelf.load(wanted, self._book, patience)
+        above = self._shelves[: self._shelves.index(shelf)]
+        for entry in wanted:
+            if kv := loaded.get(entry.key):
+                kv = kv.to(self._book.layout.device)
+                seconds = pace * len(entry.ids)
+                self._loaded[entry.key] = kv
+                self._memory.put(entry, kv, seconds, spared)
+                for other in above:
+                    other.store(entry, kv, self._book, seconds)

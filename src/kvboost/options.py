@@ -1,0 +1,74 @@
+"""What a caller may say of a request: as it is typed, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypedDict, TypeVar, cast, get_args
+
+from kvboost.errors import ConfigError
+from kvboost.prompt import DocumentLike
+from kvboost.recompute import Profile, RecomputePolicy, policy
+from kvboost.sampling import Sampling
+from kvboost.types import Reuse
+
+T = TypeVar("T")
+
+
+class PromptOptions(TypedDict, total=False):
+    """How a prompt is made and what of it is reused.
+
+    documents: context pieces, texts or {title, text}. segments: borders in raw prompts. reuse:
+    "auto" anywhere in the prompt, "exact" prefixes only, "off" neither looks up nor stores.
+    recompute: "auto", "none", "selective", "cacheblend", "query", "full", or a policy object.
+    """
+
+    documents: Iterable[DocumentLike]
+    segments: Iterable[str | int]
+    reuse: Reuse
+    recompute: str | RecomputePolicy
+
+
+class GenerateOptions(PromptOptions, total=False):
+    """PromptOptions, and how tokens are picked: see `Sampling` for defaults."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    stop: str | Sequence[str]
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """PromptOptions and sampling, checked."""
+
+    policy: RecomputePolicy
+    sampling: Sampling = field(default_factory=Sampling)
+    documents: Iterable[DocumentLike] = ()
+    segments: Iterable[str | int] = ()
+    reuse: Reuse = "auto"
+
+    def __post_init__(self) -> None:
+        if self.reuse not in get_args(Reuse):
+            raise ConfigError(
+                f"reuse must be one of {', '.join(get_args(Reuse))}, not {self.reuse!r}"
+            )
+
+    @classmethod
+    def of(cls, given: PromptOptions | GenerateOptions, profile: Profile) -> Self:
+        """Raises ConfigError for what is unknown or bad."""
+        prompt = {k: v for k, v in given.items() if k in PromptOptions.__annotations__}
+        sampling = checked(Sampling, {k: v for k, v in given.items() if k not in prompt})
+        chosen = policy(cast(str, prompt.pop("recompute", "auto")), profile)
+        return cls(chosen, sampling, **prompt)  # type: ignore[arg-type]
+
+
+def checked(kind: type[T], given: Mapping[str, Any]) -> T:
+    """A configuration object; an unknown option is an error that names the known ones."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"unknown option {', '.join(unknown)}: known are {', '.join(known)}")
+    return kind(**given)
