@@ -11,7 +11,7 @@ from torch import Tensor
 from kvboost.config import KVFormat
 from kvboost.kv import ChunkKV, KVBuffer, KVLayout, LayerGroup
 from kvboost.rope import KeyShifter, Rotation
-from kvboost.store.codec import SINK_TOKENS, PackedKV, encode, place
+from kvboost.store.codec import SINK_TOKENS, PackedKV, encode, place, shapes
 
 QUANTISED: list[KVFormat] = ["k8v8", "k8v4", "k4v4"]
 FORMATS: list[KVFormat] = ["raw", *QUANTISED]
@@ -161,6 +161,17 @@ def test_sizes(fmt: KVFormat, limit: float, position: int) -> None:
     assert packed.nbytes <= limit * kv.nbytes
     kept = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in packed.tensors.values()}
     assert sum(s.nbytes() for s in kept.values()) == packed.nbytes
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(1, 100), position=st.integers(0, 6))
+def test_shapes_are_those_that_encode_gives(fmt: KVFormat, tokens: int, position: int) -> None:
+    layout = mixed(torch.float16)
+    packed = encode(random_kv(layout, tokens), layout, position, fmt)
+    given_ = {name: (tuple(t.shape), t.dtype) for name, t in packed.tensors.items()}
+    wanted = shapes(layout, position, tokens, fmt)
+    assert wanted == given_ and list(wanted) == list(given_)
 
 
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e-7, 40000.0])

@@ -89,7 +89,7 @@ def test_a_front_is_read_without_the_rest(book: Codebook) -> None:
     front = front_size(data[:200])
     assert front is not None and front % 64 == 0 and front_size(data[:50]) is None
     header = book.read(data[:front])
-    assert header.entry == entry and header.outline.fmt == "k8v4"
+    assert header.entry == entry and header.fmt == "k8v4"
     assert header.frame.front + header.frame.body == len(data)
     assert outline(data[:front]) == header.frame
     assert flaw_of(data) is None and outline(data[: front - 1]) is None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class PackedKV:
     head: int
     tensors: dict[str, Tensor]
 
+    @classmethod
+    def of(cls, fmt: KVFormat, position: int, tokens: int, tensors: dict[str, Tensor]) -> Self:
+        return cls(fmt, position, tokens, _head(position, tokens, fmt), tensors)
+
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors.values())
@@ -62,10 +66,38 @@ class PackedKV:
         return replace(self, tensors={name: t.to(device) for name, t in self.tensors.items()})
 
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def shapes(layout: KVLayout, position: int, tokens: int, fmt: KVFormat) -> Shapes:
+    """Names, shapes and dtypes of the tensors that `encode` gives, in its order."""
+    head = _head(position, tokens, fmt)
+    found: Shapes = {}
+    for n, group in enumerate(layout.groups):
+        sizes = [(len(group.layers), group.heads, head, dim) for dim in (group.k_dim, group.v_dim)]
+        if head:
+            found |= {f"{x}{n}": (size, layout.dtype) for x, size in zip("kv", sizes, strict=True)}
+        if head < tokens:
+            for x, size, scheme in zip("kv", sizes, _SCHEMES[fmt], strict=True):
+                whole = [*size[:2], tokens - head, size[3]]
+                parts = whole.copy()
+                parts[scheme.dim] = -(-parts[scheme.dim] // scheme.size)
+                packed = whole if scheme.bits == 8 else [-(-math.prod(whole) // 2)]
+                found[f"{x}{n}.q"] = tuple(packed), torch.uint8
+                for name in ("scale", "zero"):
+                    found[f"{x}{n}.{name}"] = tuple(parts), torch.bfloat16
+    return found
+
+
+def _head(position: int, tokens: int, fmt: KVFormat) -> int:
+    """How many of a chunk's tokens are kept as they are."""
+    return tokens if fmt == "raw" else min(max(SINK_TOKENS - position, 0), tokens)
+
+
 def encode(kv: ChunkKV, layout: KVLayout, position: int, fmt: KVFormat) -> PackedKV:
     """Pack a chunk whose first token stood at `position`. Format raw shares kv's tensors."""
     tokens = kv.tokens
-    head = tokens if fmt == "raw" else min(max(SINK_TOKENS - position, 0), tokens)
+    head = _head(position, tokens, fmt)
     tensors: dict[str, Tensor] = {}
     for n, group in enumerate(layout.groups):
         if head:  # a view would keep the whole chunk alive
@@ -79,7 +111,7 @@ def encode(kv: ChunkKV, layout: KVLayout, position: int, fmt: KVFormat) -> Packe
             v.copy_(kv.v[n][:, :, head:])
             for name, x, scheme in zip((f"k{n}", f"v{n}"), (k, v), _SCHEMES[fmt], strict=True):
                 tensors |= _quantised(name, x, scheme)
-    return PackedKV(fmt, position, tokens, head, tensors)
+    return PackedKV.of(fmt, position, tokens, tensors)
 
 
 def place_run(splice: Splice, stored: Sequence[PackedKV], buffer: KVBuffer) -> None:

@@ -7,9 +7,8 @@ allocates no more than it was given.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
@@ -19,9 +18,9 @@ from xxhash import xxh3_128_digest
 
 from kvboost.config import KVFormat
 from kvboost.keys import ChunkKey, KeyKind, KeySpace
-from kvboost.kv import ChunkKV, KVLayout, LayerGroup
+from kvboost.kv import KVLayout
 from kvboost.plan import Entry
-from kvboost.store.codec import MAX_TOKENS, SINK_TOKENS, PackedKV, encode
+from kvboost.store.codec import MAX_TOKENS, PackedKV, Shapes, shapes
 from kvboost.store.frame import EntryError, Frame, close_front, open_body, open_front
 from kvboost.store.tier import Record
 
@@ -52,10 +51,11 @@ class Seal(Protocol):
 
 
 class Header(NamedTuple):
-    """What an entry's front says. `outline` has the tensors that its body must hold."""
+    """What an entry's front says. shapes: of the tensors that its body must hold."""
 
     entry: Entry
-    outline: PackedKV
+    fmt: KVFormat
+    shapes: Shapes
     frame: Frame
 
 
@@ -106,8 +106,8 @@ class Codebook(NamedTuple):
         fits = 0 < tokens <= MAX_TOKENS and len(meta) == _META.size + 4 * tokens
         if not fits or link >= len(_LINKS) or fmt >= len(_FORMATS):
             raise EntryError("shape")
-        outline = _outline(self.layout, _FORMATS[fmt], tokens, min(position, SINK_TOKENS))
-        if frame.body > outline.nbytes + _INDEX_BYTES:
+        wanted = shapes(self.layout, position, tokens, _FORMATS[fmt])
+        if frame.body > sum(map(_nbytes, wanted.values())) + _INDEX_BYTES:
             raise EntryError("shape")
         ids = struct.unpack_from(f"<{tokens}I", meta, _META.size)
         kind, parent_kind = _LINKS[link]
@@ -116,7 +116,7 @@ class Codebook(NamedTuple):
         entry = Entry(follow(parent, ids), parent, self.keys.content(ids), ids, position)
         if (entry.key.digest, entry.content.digest) != (frame.key, frame.content):
             raise EntryError("foreign")
-        return Header(entry, outline, frame)
+        return Header(entry, _FORMATS[fmt], wanted, frame)
 
     def load(self, data: bytes | bytearray) -> tuple[Entry, PackedKV]:
         """The entry and its KV, on the CPU. A bytearray becomes its tensors' memory; bytes are
@@ -124,14 +124,13 @@ class Codebook(NamedTuple):
 
         Raises EntryError unless all of it is as `dump` made it, for these keys and this layout.
         """
-        entry, outline, frame = self.read(data)
+        entry, fmt, wanted, frame = self.read(data)
         body = open_body(frame, data)
         if self.seal is not None:
             body = memoryview(self.seal.open(bytes(body), b"body" + frame.key))
         if body.readonly:
             body = memoryview(bytearray(body))
-        tensors = _tensors(body, outline.tensors)
-        return entry, replace(outline, position=entry.position, tensors=tensors)
+        return entry, PackedKV.of(fmt, entry.position, len(entry.ids), _tensors(body, wanted))
 
 
 class Summary(NamedTuple):
@@ -153,7 +152,7 @@ def summary(front: bytes) -> Summary | None:
         return None
 
 
-def _tensors(body: memoryview, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(body: memoryview, wanted: Shapes) -> dict[str, Tensor]:
     """The tensors of a safetensors file, of exactly these names, shapes and dtypes, in place:
     safetensors' own loader copies them twice, which takes a quarter of the time of an exact hit."""
     size = int.from_bytes(body[:8], "little")
@@ -162,7 +161,7 @@ def _tensors(body: memoryview, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     data = body[8 + size :]
     try:
         index = json.loads(bytes(body[8 : 8 + size]))
-        found = {name: _tensor(data, index[name], t) for name, t in wanted.items()}
+        found = {name: _tensor(data, index[name], *like) for name, like in wanted.items()}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EntryError("shape") from error
     if len(index) != len(wanted):
@@ -170,24 +169,18 @@ def _tensors(body: memoryview, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _tensor(data: memoryview, fields: dict[str, Any], like: Tensor) -> Tensor:
+def _tensor(
+    data: memoryview, fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     start, end = fields["data_offsets"]
-    expected = {"dtype": _DTYPES[like.dtype], "shape": [*like.shape]}
-    spans = type(start) is int and 0 <= start < end <= len(data) and end - start == like.nbytes
-    if not spans or fields != {**expected, "data_offsets": [start, end]}:
+    expected = {"dtype": _DTYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
+    spans = type(start) is int and 0 <= start < end <= len(data)
+    if fields != expected or not spans or end - start != _nbytes((shape, dtype)):
         raise ValueError(f"not {expected}")
-    flat = torch.frombuffer(data, dtype=like.dtype, count=like.numel(), offset=start)
-    return flat.view(like.shape)
+    flat = torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=start)
+    return flat.view(shape)
 
 
-@lru_cache(maxsize=1024)
-def _outline(layout: KVLayout, fmt: KVFormat, tokens: int, position: int) -> PackedKV:
-    """What `encode` gives, without values."""
-
-    def empty(group: LayerGroup, dim: int) -> Tensor:
-        shape = (len(group.layers), group.heads, tokens, dim)
-        return torch.empty(shape, dtype=layout.dtype, device="meta")
-
-    k = tuple(empty(group, group.k_dim) for group in layout.groups)
-    v = tuple(empty(group, group.v_dim) for group in layout.groups)
-    return encode(ChunkKV(k, v), layout, position, fmt)
+def _nbytes(like: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = like
+    return math.prod(shape) * dtype.itemsize

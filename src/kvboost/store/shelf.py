@@ -205,11 +205,11 @@ class Shelf:
 
     def _read(self, front: bytes, book: Codebook) -> Found | None:
         try:
-            entry, _, frame = book.read(front)
+            header = book.read(front)
         except EntryError as error:
             self._refuse(error.flaw)
             return None
-        return Found(entry, frame.front + frame.body)
+        return Found(header.entry, header.frame.front + header.frame.body)
 
     def _open(self, entry: Entry, data: bytes | bytearray, book: Codebook) -> PackedKV | None:
         try:
