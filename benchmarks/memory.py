@@ -28,6 +28,7 @@ from kvboost.config import KVFormat
 from kvboost.metrics import Divergence, divergence
 from kvboost.store import PackedKV, encode
 from kvboost.store.codec import place
+from kvboost.store.memory import ENTRY_BYTES, TOKEN_BYTES
 
 _FORMATS: tuple[KVFormat, ...] = get_args(KVFormat)
 _TOKENS, _CHUNK = 2000, 80
@@ -98,7 +99,11 @@ def _placed(boost: KVBoost, text: str) -> Iterator[tuple[KVFormat, float, int]]:
         for packed in stored[fmt]:
             place(packed, 0, packed.tokens, at, buffer)
             at += packed.tokens
-        yield fmt, time.perf_counter() - start, sum(p.nbytes + 1536 + 8 * 80 for p in stored[fmt])
+        yield fmt, time.perf_counter() - start, sum(map(_charged, stored[fmt]))
+
+
+def _charged(packed: PackedKV) -> int:
+    return packed.nbytes + ENTRY_BYTES + TOKEN_BYTES * packed.tokens
 
 
 def hits(fast: KVBoost, n: int) -> list[dict[str, Any]]:

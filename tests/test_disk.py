@@ -371,3 +371,20 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "incoming").mkdir()
+    (tmp_path / "incoming" / "invoice.pdf").write_text("to be paid")
+    with pytest.raises(ConfigError, match="something else"):
+        DiskTier(tmp_path, MIN_BYTES)
+    assert [p.name for p in tmp_path.rglob("*")] == ["incoming", "invoice.pdf"]
+
+
+def test_a_file_that_claims_to_be_huge_is_not_believed(tmp_path: Path) -> None:
+    tier, record = DiskTier(tmp_path, MIN_BYTES), make_record("r")
+    assert tier.write(record)
+    os.truncate(tier.folder.path(record.key), 1 << 43)
+    (data,) = tier.read([record.key])
+    assert data is not None and len(data) == record.nbytes + 1
+    tier.close()

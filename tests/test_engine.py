@@ -614,3 +614,74 @@ def test_a_pace_is_learned_from_long_passes() -> None:
     assert pace and 0 < pace < 0.1
     made.generate(tokens(300, 2), max_new_tokens=1)  # one row: says nothing
     assert made._engine._pace == pace
+
+
+# -- what must not be stored
+
+
+def test_blocks_never_end_in_another_rope_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.engine._BLOCK", 32)
+    made, prefix = boost("phi3-longrope"), tokens(60, 1)  # long from 128 tokens on
+    made.generate([*prefix, *tokens(200, 2)], max_new_tokens=1)
+    asked = [*prefix, *tokens(180, 3)]
+    wanted = made.score(asked, [1, 2, 3], reuse="off")
+    got = made.score(asked, [1, 2, 3], reuse="exact")
+    assert got.usage.exact == 60
+    torch.testing.assert_close(got.logits, wanted.logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("notice", [True, False])
+def test_weights_that_change_while_a_stream_is_open(notice: bool) -> None:
+    model = deepcopy(families.model("llama"))
+    made, ids = KVBoost(model, tokenizer(), chunk_tokens=32), tokens(200, 1)
+    old = {name: weight.clone() for name, weight in model.state_dict().items()}
+    stream = made.stream(ids, max_new_tokens=20)
+    next(stream)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+    if notice:
+        made.generate(tokens(50, 9), max_new_tokens=1)
+    list(stream)
+    if not notice:
+        model.load_state_dict(old)
+    assert made.generate(ids, max_new_tokens=1).usage.computed == len(ids)
+
+
+def test_a_step_that_fails_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, ids = boost("phi3-longrope"), tokens(126, 1)
+    forward = made._engine.runner.forward
+
+    def broken(buffer: Any, ids: list[int], *rest: Any, **more: Any) -> torch.Tensor:
+        logits = forward(buffer, ids, *rest, **more)
+        if len(ids) == 129:  # all is computed again: after the layers wrote their KV
+            raise RuntimeError("out of memory")
+        return logits
+
+    monkeypatch.setattr(made._engine.runner, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.generate(ids, max_new_tokens=10)
+    assert made.stats().store.entries == 0
+
+
+def test_two_tenants_in_two_threads_share_a_model() -> None:
+    docs, errors = [tokens(70, n) for n in range(6)], []
+    tenants = [boost("llama", namespace=name) for name in ("ours", "theirs")]
+
+    def work(made: KVBoost, seed: int) -> None:
+        rng = random.Random(seed)
+        for n in range(20):
+            order = rng.sample(docs, len(docs))
+            prompt = [*tokens(40, 77), *(t for doc in order for t in doc), *tokens(12, n)]
+            try:
+                made.generate(prompt, max_new_tokens=2, recompute="query")
+            except (RuntimeError, LookupError) as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(m, n)) for n, m in enumerate(tenants)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert families.model("llama").config._attn_implementation == "sdpa"

@@ -149,7 +149,8 @@ def test_pins_hold_until_they_are_due() -> None:
     store = memory(4 * cost(10))
     pinned, other = entry([1] * 10), entry([2] * 10)
     put(store, pinned)
-    assert store.pin([pinned.key, entry([99]).key], 0.2)
+    assert not store.pin([pinned.key, entry([99]).key], 0.2)
+    assert store.pin([pinned.key], 0.2)
     for n in range(3, 12):
         put(store, other, entry([n] * 10))
         use(store, other)

@@ -122,7 +122,12 @@ def test_what_is_written_is_encrypted(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("KVBOOST_CACHE_KEY")
     with boost("llama", disk=tmp_path) as keyless:
         assert keyless.generate(ids, max_new_tokens=1).usage.computed == len(ids)
-        assert keyless.stats().tiers[0].flaws["locked"] > 0
+    with boost("llama", disk=tmp_path) as keyless:  # has entries of its own beside the others
+        assert keyless.generate(ids, max_new_tokens=1).usage.computed == 1
+    monkeypatch.setenv("KVBOOST_CACHE_KEY", SECRET)
+    with boost("llama", disk=tmp_path) as again:
+        assert again.generate(ids, max_new_tokens=1).usage.computed == 1
+        assert not again.stats().tiers[0].flaws
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_an_entry_closed_with_another_key_is_left_alone(shelf: Shelf, tier: Mood
 def test_what_comes_too_late_is_a_miss(shelf: Shelf, tier: Moody) -> None:
     items = [some(20, 10 * n) for n in range(1, 9)]
     store(shelf, *items)
-    tier.mood = lambda: time.sleep(0.03)
+    tier.mood = lambda: time.sleep(0.06)
     loaded = shelf.load([entry for entry, _ in items], BOOK, 0.1)
     assert 2 <= len(loaded) <= 5 and shelf.up
     assert shelf.stats().misses == 8 - len(loaded)
@@ -276,3 +276,60 @@ def test_many_threads_may_use_one_shelf(shelf: Shelf) -> None:
         thread.join()
     assert shelf.flush(5) and not wrong
     assert shelf.stats().written == len(items)
+
+
+def test_what_fails_while_writing_does_not_end_the_writing(
+    shelf: Shelf, tier: Moody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Codebook, "dump", fails)
+    shelf.store(*some(), BOOK, 0.1)
+    assert shelf.flush(5) and wait(lambda: not shelf.up)
+    monkeypatch.undo()
+    assert wait(lambda: shelf.up)
+    store(shelf, some())
+    assert shelf.stats().written == 1
+
+
+def test_a_tier_for_reading_only_is_read(tier: Moody) -> None:
+    entry, kv = some()
+    record = BOOK.dump(entry, kv)
+    tier.records[record.key] = record
+
+    def refuses(record: Record) -> bool:
+        return False
+
+    tier.write = refuses  # type: ignore[method-assign]
+    made = Shelf(tier, 0.2, QUEUE)
+    assert made.up and entry.key in made.load([entry], BOOK, 1.0)
+    store(made, some(20, 90))
+    assert made.stats().refused == 1
+    made.close()
+
+
+def test_a_tier_slower_than_its_limit_is_not_tried_by_requests(tier: Moody) -> None:
+    tier.mood = lambda: time.sleep(0.05)
+    made = Shelf(tier, 0.02, QUEUE)
+    assert not made.up and made.stats().outages == 1
+    tier.mood = lambda: None
+    made.close()
+
+
+def test_a_front_that_is_broken_is_written_anew(shelf: Shelf, tier: Moody) -> None:
+    entry, kv = some()
+    store(shelf, (entry, kv))
+    old = tier.records[entry.key.digest]
+    front = old.front[:-1] + b"x"
+    tier.records[old.key] = Record(old.key, old.parent, old.content, front, old.body, 0.0)
+    assert shelf.get([entry.key], BOOK) == [None]
+    assert wait(lambda: old.key in tier.discarded)
+    store(shelf, (entry, kv))
+    assert entry.key in shelf.load([entry], BOOK, 1.0)
+
+
+def test_closing_does_not_wait_for_a_collector_in_its_own_thread(tier: Moody) -> None:
+    made = Shelf(tier, 0.5, QUEUE)
+    made._jobs.put(made.close)
+    assert wait(lambda: not made._thread.is_alive())

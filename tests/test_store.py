@@ -212,3 +212,27 @@ def test_memory_answers_without_asking_below() -> None:
     assert made.score(ids, [1]).usage.computed == 1
     assert tier.calls - before <= 3  # about the last chunk, which the prompt cuts short
     made._engine.store.close()
+
+
+def test_a_tier_that_slows_down_is_waited_for_once() -> None:
+    tier, docs = Moody(), [tokens(64, n) for n in range(8)]
+    writer = below(boost("llama"), tier)
+    for n in range(6):  # several variants of each
+        stored(writer, [*tokens(40, 50 + n), *(t for doc in docs[n:] + docs[:n] for t in doc)])
+    reader = below(boost("llama"), tier)
+    reader.generate(tokens(400, 99), max_new_tokens=1)
+    reader._engine._pace = 1e-3
+    before = tier.calls
+    reads = []
+    tier.read = lambda keys: reads.append(time.perf_counter()) or _slowly(tier, keys)  # type: ignore
+    start = time.perf_counter()
+    reader.score([*tokens(40, 7), *(t for doc in docs for t in doc)], [1])
+    assert time.perf_counter() - start < 2.5 and len(reads) <= 2 and tier.calls > before
+    for made in (writer, reader):
+        made._engine.store.close()
+
+
+def _slowly(tier: Moody, keys: Any) -> Iterator[bytes | bytearray | None]:
+    for item in MemoryTier.read(tier, keys):
+        time.sleep(0.4)
+        yield item

@@ -174,7 +174,7 @@ class KVBoost:
         """The logits that predict each token of a given answer, and what they cost.
 
         For measuring: with reuse="off" they are the reference that `metrics.divergence` compares
-        others with. Nothing is stored or counted.
+        others with. Nothing computed is stored or counted.
         """
         if not answer:
             raise PromptError("the answer is empty: give at least one token id")
@@ -271,12 +271,18 @@ class KVBoost:
     def _prefill(self, prompt: PromptLike, options: Options) -> Prefilled:
         """Prefill and store, without an answer."""
         clock = self._clock()
-        built = self._build(prompt, options, clock)
+        built, weights = self._build(prompt, options, clock), self._weights
         prefilled = self._engine.prefill(built, options.reuse, options.policy, 0, clock)
-        if options.reuse != "off":
-            self._engine.harvest(prefilled, built.ids)
+        self._harvest(prefilled, built.ids, options, weights)
         self._account(prefilled.usage)
         return prefilled
+
+    def _harvest(
+        self, prefilled: Prefilled, ids: Sequence[int], options: Options, weights: int | None
+    ) -> None:
+        """Store what a request computed, unless the weights were swapped since it began."""
+        if options.reuse != "off" and weights_version(self.model) == weights:
+            self._engine.harvest(prefilled, ids)
 
     def _build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
         self._check_weights()
@@ -293,17 +299,12 @@ class KVBoost:
         self, prompt: PromptLike, options: Options, clock: Stopwatch
     ) -> Generator[str, None, Completion]:
         engine, sampling = self._engine, options.sampling
-        built = self._build(prompt, options, clock)
+        built, weights = self._build(prompt, options, clock), self._weights
         limit = engine.room(len(built.ids), sampling.max_new_tokens)
         prefilled = engine.prefill(built, options.reuse, options.policy, limit - 1, clock)
-        answer = Answer(
-            sampling,
-            _processors(sampling),
-            self._prompts.decode,
-            self._eos,
-            engine.runner.layout.device,
-        )
-        ids, ttft = list(built.ids), 0.0
+        device, processors = engine.runner.layout.device, _processors(sampling)
+        answer = Answer(sampling, processors, self._prompts.decode, self._eos, device)
+        ids, ttft, sound = list(built.ids), 0.0, False
         try:
             for n in range(limit):
                 logits = engine.step(prefilled, ids) if n else prefilled.logits
@@ -318,9 +319,14 @@ class KVBoost:
             if piece := answer.end():
                 yield piece
                 clock.skip()
+            sound = True
+        except GeneratorExit:
+            sound = True
+            raise
         finally:
-            if options.reuse != "off":
-                engine.harvest(prefilled, ids[: max(len(built.ids), len(ids) - 1)])
+            if sound:  # a step that failed half-way may have left anything in the buffer
+                done = ids[: max(len(built.ids), len(ids) - 1)]
+                self._harvest(prefilled, done, options, weights)
             clock.lap("store")
             usage = replace(prefilled.usage, generated=len(ids) - len(built.ids))
             self._account(usage)

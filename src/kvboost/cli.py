@@ -109,7 +109,9 @@ def replay(
     for share in track(budget or BUDGETS, "Replaying", transient=True):
         size = _bytes(share, most.bytes)
         saved = [simulate(replayed, name, size).saved for name in policies]
-        table.add_row(f"{share} = {decimal(size)}", *(f"{s / most.saved:.1%}" for s in saved))
+        table.add_row(
+            f"{share} = {decimal(size)}", *(f"{s / (most.saved or 1):.1%}" for s in saved)
+        )
     console = Console()
     console.print(
         f"{len(replayed.requests):,} requests; prefill takes {most.seconds:,.0f} s, and an endless "

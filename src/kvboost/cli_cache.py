@@ -15,7 +15,6 @@ from rich.filesize import decimal
 from rich.progress import Progress
 from rich.table import Table
 
-from kvboost.config import Config
 from kvboost.errors import ConfigError
 from kvboost.store import maintenance
 from kvboost.store.disk import DiskTier
@@ -32,8 +31,8 @@ _PAGE = 500
 
 
 @contextmanager
-def _open(folder: Path, max_bytes: int = _ANY_SIZE) -> Iterator[DiskTier]:
-    if max_bytes == _ANY_SIZE and not (folder / "entries").is_dir():
+def _open(folder: Path, max_bytes: int = _ANY_SIZE, *, new: bool = False) -> Iterator[DiskTier]:
+    if not new and not (folder / "entries").is_dir():
         raise ConfigError(f"{folder} is no folder that KVBoost keeps KV in; check the path")
     tier = DiskTier(folder, max_bytes)
     try:
@@ -133,11 +132,11 @@ def import_(
     folder: Folder,
     file: Annotated[Path, typer.Argument(help="What `kvboost cache export` wrote.")],
     max_bytes: Annotated[
-        int, typer.Option(help="The folder's limit; beyond it the least valuable goes.")
-    ] = Config().disk_bytes,
+        int, typer.Option(help="A limit; beyond it the least valuable goes.", show_default="none")
+    ] = _ANY_SIZE,
 ) -> None:
     """Take in the entries of an export; each is checked, damaged ones are left out."""
-    with _open(folder, max_bytes) as tier:
+    with _open(folder, max_bytes, new=True) as tier:
         done = maintenance.import_(tier, file, flaw_of)
     typer.echo(
         f"{done.stored:,} entries taken in, {done.known:,} there already or without room, "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from math import inf
 from os import PathLike
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from kvboost.errors import ConfigError
 
@@ -54,24 +55,24 @@ class Config:
                 raise ConfigError(
                     f"{name} must be a whole number of at least {least}, not {value!r}"
                 )
-        for name in ("max_divergence", "remote_timeout", "remote_ttl"):
-            value = getattr(self, name)
-            given = value is not None or name != "remote_ttl"
-            if given and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ConfigError(f"{name} must be a number above 0, not {value!r}")
-            if given and not 0 < value < inf:
-                raise ConfigError(f"{name} must be a number above 0, not {value!r}")
-        for name, known in (
-            ("kv_format", (*get_args(KVFormat), "auto")),
-            ("eviction", get_args(Eviction)),
-        ):
+        ttl = () if self.remote_ttl is None else ("remote_ttl",)
+        for name in ("max_divergence", "remote_timeout", *ttl):
+            if not _positive(getattr(self, name)):
+                raise ConfigError(f"{name} must be a number above 0, not {getattr(self, name)!r}")
+        formats = (*get_args(KVFormat), "auto")
+        for name, known in (("kv_format", formats), ("eviction", get_args(Eviction))):
             if getattr(self, name) not in known:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}"
                 )
-        if self.remote is not None and (
-            not isinstance(self.remote, str) or "://" not in self.remote
-        ):
+        if self.disk is not None and not os.fspath(self.disk):
+            raise ConfigError("disk must name a folder; leave it out to have none")
+        if self.remote is not None and "://" not in str(self.remote):
             raise ConfigError(
                 f"remote must be a URL such as valkey://localhost:6379, not {self.remote!r}"
             )
+
+
+def _positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < float(cast(float, value)) < inf

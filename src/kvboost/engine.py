@@ -5,7 +5,6 @@ Knows token ids, not text. Locks step by step, so that several threads may have 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -32,6 +31,7 @@ from kvboost.store import (
     encode,
     place_run,
 )
+from kvboost.store.store import PACE
 from kvboost.store.trace import TraceRecorder
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
 
@@ -41,9 +41,6 @@ in blocks of 512, 1.09 to 1.10 in 256 or 1,024, and 1.30 in one pass (135M, bf16
 
 _PACED = 64
 """Rows that a pass must have to tell how long a token takes."""
-
-_PACE = 1e-3
-"""Seconds a token is taken to cost until one has been measured."""
 
 
 @dataclass
@@ -78,6 +75,10 @@ class RequestProbe:
         """
         count = 1 if len(rows) == len(self.ids) else -(-len(rows) // _BLOCK)
         cuts = [len(rows) * n // count for n in range(count + 1)]
+        # LongRoPE takes its frequencies from a pass's last position: none ends in another regime.
+        regime = self.runner.support.regime
+        whole = regime(len(self.ids))
+        cuts = [0, *(c for c in cuts[1:-1] if regime(rows[c - 1] + 1) == whole), len(rows)]
         for start, end in pairwise(cuts):
             block = rows[start:end]
             self._count(block, self.layers)
@@ -138,7 +139,6 @@ class Engine:
         self.seal: Seal | None = None
         self.trace: TraceRecorder | None = None
         self._pace: float | None = None
-        self._lock = threading.Lock()
 
     @torch.inference_mode()
     def prefill(
@@ -156,7 +156,7 @@ class Engine:
         for splice, kvs in zip(plan.splices, stored, strict=True):
             place_run(splice, kvs, buffer)
         clock.lap("assemble")
-        with self._lock:
+        with self.runner.lock:
             probe = RequestProbe(self.runner, buffer, ids)
             rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
             _check_rows(rows, plan, probe.computed, policy.name)
@@ -212,10 +212,12 @@ class Engine:
 
     def keys(self, length: int) -> KeySpace:
         """The key space of prompts of this length. Formats of stored KV don't mix: what is found
-        is as precise as what was asked for."""
+        is as precise as what was asked for. Nor do seals: what can't be opened isn't in the way."""
         regime = self.runner.support.regime(length) or ""
         if self.kv_format != "raw":
             regime = f"{regime} {self.kv_format}"
+        if self.seal is not None:
+            regime = f"{regime} sealed {self.seal.name}"
         return KeySpace(self.fingerprint, self._namespace, regime)
 
     def book(self, length: int) -> Codebook:
@@ -236,7 +238,7 @@ class Engine:
         regime = self.runner.support.regime
         # Where LongRoPE changes its frequencies, all is computed again (transformers does so too).
         again = regime(length) == "long" != regime(length - 1)
-        with self._lock:
+        with self.runner.lock:
             return self.runner.forward(
                 prefilled.buffer, ids, range(0 if again else length - 1, length)
             )
@@ -252,7 +254,7 @@ class Engine:
         again = regime(len(ids)) is None or regime(len(ids)) != regime(prompt)
         first = 0 if again else prompt
         keep = len(ids) - prompt + again
-        with self._lock:
+        with self.runner.lock:
             later = self.runner.forward(prefilled.buffer, ids, range(first, len(ids)), keep=keep)
         return later if again else torch.cat([prefilled.logits, later])
 
@@ -289,7 +291,7 @@ class Engine:
             if mine and self.store.memory.wants(entry):
                 kv = prefilled.buffer.cut(chunk.start, chunk.end)
                 packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
-                seconds = (self._pace or _PACE) * len(chunk)
+                seconds = (self._pace or PACE) * len(chunk)
                 self.store.put(entry, packed, seconds, spared, book)
 
 

@@ -67,8 +67,12 @@ def explain(
     engine: Engine, prompt: Prompt, reuse: Reuse, decode: Callable[[list[int]], str]
 ) -> Explanation:
     """Plan the prompt by the index alone and put the plan into words."""
+    if not engine.reuses(prompt, reuse):
+        text = _snippet(decode(list(prompt.ids)))
+        span = SpanReport(0, len(prompt.ids), "computed", 0, "", text)
+        return Explanation(len(prompt.ids), (span,), None)
     lookup = engine.lookup(prompt, reuse)
-    plan = lookup.plan() if engine.reuses(prompt, reuse) else ReusePlan(len(prompt.ids), ())
+    plan = lookup.plan()
     spans: list[SpanReport] = []
     for splice in plan.splices:
         at = splice.start

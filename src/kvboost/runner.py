@@ -6,7 +6,9 @@ Everything the engine does to a model is one of the three passes here. How the m
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,13 +19,17 @@ from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, r
 from kvboost.recompute import Look
 from kvboost.support import Support, probe_support
 
+_locks: WeakKeyDictionary[PreTrainedModel, threading.Lock] = WeakKeyDictionary()
+"""For each model, whose runners share it: a pass may switch how its attention is called."""
+
 
 class ModelRunner:
-    """Runs rows of a prompt through a model. One pass at a time."""
+    """Runs rows of a prompt through a model. One pass at a time: who runs one holds `lock`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Probes the model; raises UnsupportedModelError if its KV can't be kept at all."""
         self.model = model
+        self.lock = _locks.setdefault(model, threading.Lock())
         self.support: Support = probe_support(model)
         self.layout = self.support.layout
         self.layers = self.layout.layers

@@ -19,6 +19,7 @@ from kvboost.store.folder import Folder
 from kvboost.store.tier import TierError
 
 _PATIENCE = 5.0  # seconds that one process waits for another's change
+_GOODBYE = 1.0  # seconds that closing waits for a call
 
 
 class Index:
@@ -83,9 +84,13 @@ class _Connection:
                     self._close()
 
     def end(self) -> None:
-        with self._lock:
-            self._ended = True
-            self._close()
+        """A call that hangs keeps its connection: nobody waits for it."""
+        self._ended = True
+        if self._lock.acquire(timeout=_GOODBYE):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
 
     def _opened(self) -> sqlite3.Connection:
         if self._ended:

@@ -40,6 +40,8 @@ _DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", t
 class Seal(Protocol):
     """Encrypts what is written, with authentication. `place` ties it to where it belongs."""
 
+    name: str
+    """Tells keys apart and gives none away."""
     overhead: int
     """Bytes that `close` adds."""
 

@@ -12,15 +12,18 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from errno import ENOTEMPTY
 from pathlib import Path
 
-from kvboost.store.frame import VERSION
+from kvboost.store.frame import VERSION, front_size, outline
 
 BLOCK = 4096
 FAN_OUT = 256
 FORMAT = f"KVBoost entries, version {VERSION}"
 _NAME = re.compile(r"[0-9a-f]{64}\.kv")
 _QUARANTINED = 16
+_HEAD = 4096
+"""Holds the front of a chunk of up to 900 tokens."""
 
 
 def charge(size: int) -> int:
@@ -40,12 +43,19 @@ class Folder:
         self.root = root
         self._quarantine_bytes = quarantine_bytes
         self.index = root / "index.sqlite3"
+        self._format = root / "format"
         self._entries = str(root / "entries")
         self._incoming = str(root / "incoming")
         self._quarantine = str(root / "quarantine")
 
     def create(self) -> None:
+        """OSError if there is a folder with something else in it: nothing of that is touched."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self._format.exists():
+            if os.listdir(self.root) and not self._format.exists():
+                raise OSError(ENOTEMPTY, "there is something else in it", str(self.root))
+            with open(self._format, "w", opener=_private) as file:
+                file.write(FORMAT)
         for folder in (self._entries, self._incoming, self._quarantine):
             _mkdir(folder)
         with suppress(FileExistsError):
@@ -54,21 +64,22 @@ class Folder:
 
     def format(self) -> str:
         """Of what is in here, as whoever made the folder wrote it down."""
-        path = self.root / "format"
-        written = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        if not written:
-            with open(path, "w", opener=_private) as file:
-                file.write(FORMAT)
-        return written or FORMAT
+        return self._format.read_text(encoding="utf-8", errors="replace") or FORMAT
 
     def path(self, key: bytes) -> str:
         name = key.hex()
         return f"{self._entries}/{name[:2]}/{name}.kv"
 
     def read(self, key: bytes) -> bytearray | None:
+        """What the file holds, as far as it says itself how much that is, and a byte more."""
         try:
             with open(self.path(key), "rb", buffering=0) as file:
-                data = bytearray(os.fstat(file.fileno()).st_size)
+                head = file.read(_HEAD)
+                head += file.read(max(0, (front_size(head) or 0) - _HEAD))
+                frame = outline(head)
+                size = frame.front + frame.body + 1 if frame else len(head)
+                data = bytearray(min(size, os.fstat(file.fileno()).st_size))
+                file.seek(0)
                 del data[file.readinto(data) :]
                 return data
         except FileNotFoundError:

@@ -27,16 +27,24 @@ _DISK_LIMIT = 0.5
 _QUEUED = 8
 """Of the memory budget, one part in so many is for what each tier has yet to write."""
 
+_LEAST = 64 << 20
+"""Smallest memory with tiers below it: a queue must hold some chunks of a large model."""
+
 _SERVERS = ("redis", "rediss", "valkey", "valkeys")
 
 
 def open_store(config: Config) -> ChunkStore:
     """Memory and the tiers below it. Raises ConfigError for what the user can correct."""
     tiers: list[tuple[Tier, float]] = []
-    if config.disk is not None:
-        tiers.append((DiskTier(Path(config.disk), config.disk_bytes), _DISK_LIMIT))
     if config.remote is not None:
         tiers.append((_remote(config, config.remote), config.remote_timeout))
+    if config.disk is not None:  # asked first
+        tiers.insert(0, (DiskTier(Path(config.disk), config.disk_bytes), _DISK_LIMIT))
+    if tiers and config.max_bytes < _LEAST:
+        raise ConfigError(
+            f"max_bytes must be at least {_LEAST:,} with disk= or remote=, for what is to be "
+            f"written waits in memory; it is {config.max_bytes:,}"
+        )
     queue = config.max_bytes // _QUEUED
     budget = config.max_bytes - queue * len(tiers)
     memory = Memory(budget, eviction_policy(config.eviction))

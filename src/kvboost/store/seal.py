@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import os
 
 from cryptography.exceptions import InvalidTag
@@ -29,6 +30,7 @@ class AESSeal:
             raise ConfigError(
                 "KVBOOST_CACHE_KEY must be 32 bytes in base64; `openssl rand -base64 32` makes one"
             )
+        self.name = hashlib.blake2b(key, digest_size=16, person=b"kvboost.seal").hexdigest()
         self._cipher = AESGCM(key)
 
     def close(self, data: bytes, place: bytes) -> bytes:

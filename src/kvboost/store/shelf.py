@@ -25,19 +25,28 @@ from kvboost.keys import DIGEST_BYTES, ChunkKey
 from kvboost.plan import Entry
 from kvboost.store.codec import PackedKV
 from kvboost.store.entry import Codebook
-from kvboost.store.frame import EntryError, Frame, close_front
+from kvboost.store.frame import EntryError, Flaw, Frame, close_front
 from kvboost.store.memory import CONSIDERED
 from kvboost.store.tier import Record, Tier, TierError, TierUsage
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+_TROUBLE = (TierError, multiprocessing.TimeoutError, RuntimeError, MemoryError, OSError)
+"""Of the tier, and of what turns KV into bytes: a device that is out of memory, or gone."""
+
 _PROBE_BYTES = 1 << 20
 _PROBE_LIMIT = 5.0
 _REST, _LONGEST_REST = 1.0, 60.0
 _STALE = 60.0
 """Seconds after which the speed of a tier that lost the race is measured again."""
+_BANDWIDTH = 1e8
+"""Bytes per second that a tier is believed to give until something was read."""
 _SMOOTH = 0.3
+_THREADS = 16
+"""Calls at a time; more wait, and their time is running."""
+_READERS = 2
+"""Threads that load: most of their time goes into the first touch of memory."""
 
 
 class Found(NamedTuple):
@@ -85,10 +94,10 @@ class Shelf:
         """Writes, reads and deletes a little to see that what is written can be read back, and how
         fast. A tier that fails this is out of use for now, with a warning."""
         self.tier = tier
-        self.latency = self.bandwidth = 0.0
+        self.latency, self.bandwidth = 0.0, _BANDWIDTH
         self._limit, self._queue_bytes = limit, queue_bytes
-        self._pool = ThreadPool(4)
-        self._lock = threading.Lock()
+        self._pool = ThreadPool(_THREADS)
+        self._lock = threading.RLock()  # the collector may close a stream in any thread
         self._count: Counter[str] = Counter()
         self._flaws: Counter[str] = Counter()
         self._up, self._rest, self._retry = True, _REST, 0.0
@@ -112,7 +121,11 @@ class Shelf:
         """The entries under these keys."""
         digests = [key.digest for key in keys]
         fronts = self._timed(lambda: self.tier.fronts(digests)) or [None] * len(keys)
-        return [self._read(front, book) if front else None for front in fronts]
+        found = []
+        for key, front in zip(digests, fronts, strict=True):
+            entry = self._read(front, book, key) if front is not None else None
+            found.append(entry)
+        return found
 
     def find(self, groups: Sequence[ChunkKey], book: Codebook) -> list[list[Found]]:
         """Entries that follow, or have the content, that each key names; newest first."""
@@ -126,31 +139,30 @@ class Shelf:
     ) -> dict[ChunkKey, PackedKV]:
         """The KV of those entries that are there, sound, and arrive within `limit` seconds."""
         start = time.perf_counter()
-        data: list[bytes | bytearray | None] = []
+        loaded: dict[ChunkKey, PackedKV] = {}
 
-        def read() -> bool:
-            for item in self.tier.read([entry.key.digest for entry in entries]):
-                data.append(item)
+        def read(part: Sequence[Entry]) -> int:
+            size, data = 0, self.tier.read([entry.key.digest for entry in part])
+            for entry, item in zip(part, data, strict=True):
+                kv = self._open(entry, item, book) if item else None
+                if item and kv:
+                    size += len(item)
+                    loaded[entry.key] = kv
                 if time.perf_counter() - start > limit:
                     break
-            return True
+            return size
 
-        self._call(read, limit + self._limit)
-        arrived = data[: len(entries)]
-        took = time.perf_counter() - start
-        size = sum(len(item) for item in arrived if item)
+        parts = [entries[n::_READERS] for n in range(min(_READERS, len(entries)))]
+        sizes = self._calls([partial(read, part) for part in parts], limit + self._limit)
+        size, took = sum(size or 0 for size in sizes), time.perf_counter() - start
+        arrived = loaded.copy()  # one that is late may still be writing
         if size >= _PROBE_BYTES:
             self.bandwidth += _SMOOTH * (size / took - self.bandwidth)
-        loaded = {}
-        for entry, item in zip(entries, arrived, strict=False):
-            kv = item and self._open(entry, item, book)
-            if kv:
-                loaded[entry.key] = kv
-        self._note("hits", len(loaded))
-        self._note("misses", len(entries) - len(loaded))
-        if loaded:
-            self._jobs.put(partial(self.tier.used, [key.digest for key in loaded]))
-        return loaded
+        self._note("hits", len(arrived))
+        self._note("misses", len(entries) - len(arrived))
+        if arrived:
+            self._jobs.put(partial(self.tier.used, [key.digest for key in arrived]))
+        return arrived
 
     def faster(self, size: int, seconds: float) -> bool:
         """Whether loading so many bytes takes less than `seconds`, by what was measured."""
@@ -197,17 +209,18 @@ class Shelf:
         self.flush(seconds)
         self._closed = True
         self._jobs.put(None)
-        self._thread.join(seconds)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
         self._pool.terminate()
         self.tier.close()
 
     # -- reading
 
-    def _read(self, front: bytes, book: Codebook) -> Found | None:
+    def _read(self, front: bytes, book: Codebook, key: bytes | None = None) -> Found | None:
         try:
             header = book.read(front)
         except EntryError as error:
-            self._refuse(error.flaw)
+            self._refuse(error.flaw, key)
             return None
         return Found(header.entry, header.frame.front + header.frame.body)
 
@@ -217,16 +230,16 @@ class Shelf:
             if there != entry:
                 raise EntryError("foreign")
         except EntryError as error:
-            self._refuse(error.flaw)
-            if error.flaw != "locked":  # with another key it may be sound
-                self._jobs.put(partial(self.tier.discard, entry.key.digest, error.flaw))
+            self._refuse(error.flaw, entry.key.digest)
             return None
         return kv
 
-    def _refuse(self, flaw: str) -> None:
+    def _refuse(self, flaw: Flaw, key: bytes | None) -> None:
         with self._lock:
             self._flaws[flaw] += 1
         _log.warning("the %s tier holds an entry that can't be used: %s", self.tier.name, flaw)
+        if key is not None and flaw != "locked":  # with another key it may be sound
+            self._jobs.put(partial(self.tier.discard, key, flaw))
 
     # -- calling
 
@@ -238,21 +251,32 @@ class Shelf:
 
     def _call(self, ask: Callable[[], T], limit: float) -> T | None:
         """The tier's answer, or None if it is out of use, or is now."""
+        return self._calls([ask], limit)[0]
+
+    def _calls(self, asks: Sequence[Callable[[], T]], limit: float) -> list[T | None]:
+        """The same for several at a time."""
         if not self.up:
-            return None
+            return [None] * len(asks)
+        end = time.monotonic() + limit
         try:
-            return self._pool.apply_async(ask).get(limit)
-        except multiprocessing.TimeoutError:
-            self._fail(f"no answer within {limit:.2g} s")
-        except TierError as error:
-            self._fail(str(error))
-        return None
+            pending = [self._pool.apply_async(ask) for ask in asks]
+        except ValueError:  # closed meanwhile
+            return [None] * len(asks)
+        answers: list[T | None] = []
+        for each in pending:
+            try:
+                answers.append(each.get(max(0.0, end - time.monotonic())))
+            except _TROUBLE as error:
+                self._fail(str(error) or f"no answer within {limit:.2g} s")
+                answers.append(None)
+        return answers
 
     def _fail(self, why: str) -> None:
         with self._lock:
-            self._retry = time.monotonic() + self._rest
-            self._rest = min(2 * self._rest, _LONGEST_REST)
             was_up, self._up = self._up, False
+            if was_up or time.monotonic() > self._retry:
+                self._retry = time.monotonic() + self._rest
+                self._rest = min(2 * self._rest, _LONGEST_REST)
         if was_up:
             self._note("outages")
             _log.warning(
@@ -271,16 +295,25 @@ class Shelf:
         key, parent, content = (os.urandom(DIGEST_BYTES) for _ in range(3))
         frame = Frame(False, 0, len(body), key, parent, content, xxh3_128_digest(body))
         record = Record(key, parent, content, close_front(frame, b""), body, 0.0)
-        self.tier.write(record)
+        try:
+            written = self.tier.write(record)
+            start = time.perf_counter()
+            self.tier.fronts([key])
+            self.latency = time.perf_counter() - start
+            if self.latency > self._limit:
+                raise TierError(f"an answer takes {self.latency:.2g} s, more than allowed")
+            if written:  # else it has no room, or is for reading only
+                self._measure_reading(record)
+        finally:
+            self.tier.discard(key, None)
+            self.tier.find([parent, content], 1)  # lets it forget the groups
+
+    def _measure_reading(self, record: Record) -> None:
         start = time.perf_counter()
-        self.tier.fronts([key])
-        looked = time.perf_counter()
-        data = next(iter(self.tier.read([key])))
-        read = time.perf_counter()
-        if data is None or bytes(data[len(record.front) :]) != body:
+        data = next(iter(self.tier.read([record.key])))
+        if data is None or bytes(data[len(record.front) :]) != record.body:
             raise TierError("what was written can't be read back")
-        self.latency, self.bandwidth = looked - start, len(data) / (read - looked)
-        self.tier.discard(key, None)
+        self.bandwidth = len(data) / (time.perf_counter() - start)
 
     # -- the background
 
@@ -294,15 +327,14 @@ class Shelf:
                 break
             try:
                 job()
-            except TierError as error:
+            except _TROUBLE as error:
                 self._fail(str(error))
 
     def _write(self, entry: Entry, kv: PackedKV, book: Codebook, seconds: float) -> None:
         outcome = "dropped"
         try:
             if self.up:
-                there = self.tier.fronts([entry.key.digest])[0] is not None
-                written = not there and self.tier.write(book.dump(entry, kv, seconds))
+                written = self.tier.write(book.dump(entry, kv, seconds))
                 outcome = "written" if written else "refused"
         finally:
             self._note(outcome)

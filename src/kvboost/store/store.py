@@ -20,6 +20,12 @@ _ASKS = 32
 """Questions that one plan may ask the shelves beyond the first two, about neighbours of what was
 found; unanswered, a run counts as one among new neighbours."""
 
+_ASKING = 0.1
+"""Of the time that computing the prompt takes, what those questions may take together."""
+
+PACE = 1e-3
+"""Seconds a token is taken to cost until one has been measured."""
+
 _PATIENCE = 5.0
 """Seconds that loading may take as long as nobody knows what computing takes."""
 
@@ -141,16 +147,23 @@ class Lookup:
             missed = [c for c, k in zip(chunks, chain, strict=True) if k in self._unknown]
             contents = dict.fromkeys(keys.content(c.ids) for c in missed)
             self._find([c for c in contents if not self._memory.variants(c)])
+        if self._pace is None:
+            return
         for shelf in list(self._shelves):
-            self._race(shelf)
+            mine = [found for found, where in self._found.values() if where is shelf]
+            once = {found.entry.content: found for found in mine}.values()
+            tokens, size = sum(len(f.entry.ids) for f in once), sum(f.bytes for f in once)
+            if once and not shelf.faster(size, self._pace * tokens):
+                self._leave(shelf)
+        slowest = max((shelf.latency for shelf in self._shelves), default=0.0)
+        affordable = _ASKING * self._pace * chunks[-1].end / max(slowest, 1e-6)
+        self._asks = min(self._asks, int(affordable))
 
-    def _race(self, shelf: Shelf) -> None:
-        mine = {key: found for key, (found, where) in self._found.items() if where is shelf}
-        once = {found.entry.content: found for found in mine.values()}.values()
-        tokens, size = sum(len(f.entry.ids) for f in once), sum(f.bytes for f in once)
-        if once and self._pace is not None and not shelf.faster(size, self._pace * tokens):
-            self._shelves.remove(shelf)
-            for key in mine:
+    def _leave(self, shelf: Shelf) -> None:
+        """Go on without this shelf."""
+        self._shelves.remove(shelf)
+        for key in [key for key, (_, where) in self._found.items() if where is shelf]:
+            if key not in self._loaded:
                 self._drop(key)
 
     def _get(self, keys: Sequence[ChunkKey]) -> None:
@@ -164,7 +177,8 @@ class Lookup:
             self._groups[group] = []
         for shelf in self._ask():
             groups = [group for group in groups if not self._groups[group]]
-            for group, found in zip(groups, shelf.find(groups, self._book), strict=True):
+            answers = shelf.find(groups, self._book) if groups else []
+            for group, found in zip(groups, answers, strict=True):
                 self._note(shelf, found)
                 self._groups[group] = [f.entry for f in found]
 
@@ -194,7 +208,7 @@ class Lookup:
         for key in entries.keys() - self._loaded.keys():
             if kv := self._memory.load(key):
                 self._loaded[key] = kv
-        for shelf in self._shelves:
+        for shelf in list(self._shelves):
             wanted = [
                 entry
                 for key, entry in entries.items()
@@ -210,15 +224,17 @@ class Lookup:
         return [[self._loaded[p.entry.key] for p in splice.pieces] for splice in plan.splices]
 
     def _load(self, shelf: Shelf, wanted: Sequence[Entry], spared: Container[ChunkKey]) -> None:
-        pace = self._pace or 0.0
-        patience = sum(len(e.ids) for e in wanted) * pace or _PATIENCE
+        tokens = sum(len(entry.ids) for entry in wanted)
+        patience = tokens * self._pace if self._pace else _PATIENCE
         loaded = shelf.load(wanted, self._book, patience)
         above = self._shelves[: self._shelves.index(shelf)]
         for entry in wanted:
             if kv := loaded.get(entry.key):
                 kv = kv.to(self._book.layout.device)
-                seconds = pace * len(entry.ids)
+                seconds = (self._pace or PACE) * len(entry.ids)
                 self._loaded[entry.key] = kv
                 self._memory.put(entry, kv, seconds, spared)
                 for other in above:
                     other.store(entry, kv, self._book, seconds)
+        if len(loaded) < len(wanted):  # gone or late: don't wait for it again and again
+            self._leave(shelf)

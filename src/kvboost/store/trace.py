@@ -96,13 +96,12 @@ class TraceRecorder:
             if not path.exists() or path.stat().st_size == 0:
                 path.write_text(_header(cost), encoding="utf-8")
                 return
+            with path.open(encoding="utf-8", errors="replace") as file:
+                size = _cost(json.loads(file.readline())).bytes_per_token
         except OSError as error:
             raise ConfigError(f"the trace can't be written: {error}") from error
-        with path.open(encoding="utf-8", errors="replace") as file:
-            try:
-                size = _cost(json.loads(file.readline())).bytes_per_token
-            except ValueError as error:
-                raise ConfigError(f"{path} is there, and is not a trace: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is there, and is not a trace: {error}") from error
         if size != cost.bytes_per_token:
             raise ConfigError(
                 f"{path} is a trace with {size} bytes per token, not {cost.bytes_per_token}: "
