@@ -87,7 +87,7 @@ class DiskTier:
         with self.index.reading() as db:
             return rows.fronts(db, keys)
 
-    def read(self, keys: Sequence[bytes]) -> Iterator[bytearray | None]:
+    def read(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
         for at, key in enumerate(keys):
             with tier_errors(self.folder):
                 for soon in keys[at and at + _AHEAD : at + _AHEAD + 1]:

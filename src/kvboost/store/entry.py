@@ -90,7 +90,7 @@ class Codebook(NamedTuple):
             frame = Frame(False, len(meta), len(body), *digests, xxh3_128_digest(body))
         return Record(*digests, close_front(frame, meta), body, seconds)
 
-    def read(self, data: bytes | bytearray) -> Header:
+    def read(self, data: bytes | bytearray | memoryview) -> Header:
         """The front that `data` begins with; what follows it need not be there.
 
         Raises EntryError unless it is as `dump` made it.
@@ -120,9 +120,9 @@ class Codebook(NamedTuple):
             raise EntryError("foreign")
         return Header(entry, _FORMATS[fmt], wanted, frame)
 
-    def load(self, data: bytes | bytearray) -> tuple[Entry, PackedKV]:
-        """The entry and its KV, on the CPU. A bytearray becomes its tensors' memory; bytes are
-        copied, which takes longer than reading them from a file.
+    def load(self, data: bytes | bytearray | memoryview) -> tuple[Entry, PackedKV]:
+        """The entry and its KV, on the CPU. What can be written to becomes its tensors' memory;
+        bytes are copied, which takes longer than reading them from a file.
 
         Raises EntryError unless all of it is as `dump` made it, for these keys and this layout.
         """

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
         return -(-(_PRELUDE.size + self.meta + _CHECKSUM) // _ALIGN) * _ALIGN
 
 
-def front_size(data: bytes | bytearray) -> int | None:
+def front_size(data: bytes | bytearray | memoryview) -> int | None:
     """The size of the front that `data` begins with; None if it is no entry's beginning."""
     try:
         return _frame(data).front
@@ -60,7 +60,7 @@ def front_size(data: bytes | bytearray) -> int | None:
         return None
 
 
-def outline(data: bytes | bytearray) -> Frame | None:
+def outline(data: bytes | bytearray | memoryview) -> Frame | None:
     """The frame of a whole entry's first bytes; None if they are not as written."""
     try:
         return open_front(data)[0]
@@ -73,7 +73,7 @@ def close_front(frame: Frame, meta: bytes) -> bytes:
     return front + xxh3_128_digest(front)
 
 
-def _frame(data: bytes | bytearray) -> Frame:
+def _frame(data: bytes | bytearray | memoryview) -> Frame:
     if len(data) < _PRELUDE.size:
         raise EntryError("truncated" if MAGIC.startswith(bytes(data[:8])) else "foreign")
     magic, version, sealed, *fields = _PRELUDE.unpack_from(data)
@@ -87,7 +87,7 @@ def _frame(data: bytes | bytearray) -> Frame:
     return frame
 
 
-def open_front(data: bytes | bytearray) -> tuple[Frame, bytes]:
+def open_front(data: bytes | bytearray | memoryview) -> tuple[Frame, bytes]:
     """The frame and the meta of the front that `data` begins with.
 
     Raises EntryError unless they are as written.
@@ -101,7 +101,7 @@ def open_front(data: bytes | bytearray) -> tuple[Frame, bytes]:
     return frame, bytes(data[_PRELUDE.size : _PRELUDE.size + frame.meta])
 
 
-def open_body(frame: Frame, data: bytes | bytearray) -> memoryview:
+def open_body(frame: Frame, data: bytes | bytearray | memoryview) -> memoryview:
     """The body of a whole entry. Raises EntryError unless it is as written."""
     if len(data) != frame.front + frame.body:
         raise EntryError("truncated")
@@ -111,7 +111,7 @@ def open_body(frame: Frame, data: bytes | bytearray) -> memoryview:
     return body
 
 
-def flaw_of(data: bytes | bytearray) -> Flaw | None:
+def flaw_of(data: bytes | bytearray | memoryview) -> Flaw | None:
     """What is wrong with a whole entry's bytes, as far as its own checksums tell."""
     try:
         open_body(open_front(data)[0], data)

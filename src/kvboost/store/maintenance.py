@@ -22,7 +22,7 @@ from kvboost.store.disk_index import tier_errors
 from kvboost.store.folder import key_of
 from kvboost.store.tier import Record
 
-Check = Callable[[bytes | bytearray], str | None]
+Check = Callable[[bytes | bytearray | memoryview], str | None]
 """What is wrong with a record's bytes, None if nothing is: `frame.flaw_of`, or more."""
 
 _PAGE = 500

@@ -121,11 +121,10 @@ class Shelf:
         """The entries under these keys."""
         digests = [key.digest for key in keys]
         fronts = self._timed(lambda: self.tier.fronts(digests)) or [None] * len(keys)
-        found = []
-        for key, front in zip(digests, fronts, strict=True):
-            entry = self._read(front, book, key) if front is not None else None
-            found.append(entry)
-        return found
+        return [
+            self._read(front, book, key) if front is not None else None
+            for key, front in zip(digests, fronts, strict=True)
+        ]
 
     def find(self, groups: Sequence[ChunkKey], book: Codebook) -> list[list[Found]]:
         """Entries that follow, or have the content, that each key names; newest first."""
@@ -144,8 +143,8 @@ class Shelf:
         def read(part: Sequence[Entry]) -> int:
             size, data = 0, self.tier.read([entry.key.digest for entry in part])
             for entry, item in zip(part, data, strict=True):
-                kv = self._open(entry, item, book) if item else None
-                if item and kv:
+                kv = self._open(entry, item, book) if item is not None else None
+                if item is not None and kv is not None:
                     size += len(item)
                     loaded[entry.key] = kv
                 if time.perf_counter() - start > limit:
@@ -224,7 +223,9 @@ class Shelf:
             return None
         return Found(header.entry, header.frame.front + header.frame.body)
 
-    def _open(self, entry: Entry, data: bytes | bytearray, book: Codebook) -> PackedKV | None:
+    def _open(
+        self, entry: Entry, data: bytes | bytearray | memoryview, book: Codebook
+    ) -> PackedKV | None:
         try:
             there, kv = book.load(data)
             if there != entry:

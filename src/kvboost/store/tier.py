@@ -12,6 +12,9 @@ from typing import Protocol
 
 from kvboost.errors import KVBoostError
 
+Data = bytes | bytearray | memoryview
+"""A record as it comes back."""
+
 
 class TierError(KVBoostError):
     """A tier's folder or server can't be used just now: full, gone, refused, too slow."""
@@ -68,9 +71,9 @@ class Tier(Protocol):
         """The fronts of these records, None for what is not there."""
         ...
 
-    def read(self, keys: Sequence[bytes]) -> Iterator[bytes | bytearray | None]:
-        """Front and body of each record in one piece, in this order, as they arrive. The caller
-        may write to a bytearray, so that it need not be copied."""
+    def read(self, keys: Sequence[bytes]) -> Iterator[Data | None]:
+        """Front and body of each record in one piece, in this order, as they arrive. What can be
+        written to becomes the caller's memory; bytes are copied."""
         ...
 
     def write(self, record: Record) -> bool:
@@ -109,7 +112,7 @@ class MemoryTier:
         found = [self.records.get(key) for key in keys]
         return [record.front if record else None for record in found]
 
-    def read(self, keys: Sequence[bytes]) -> Iterator[bytes | bytearray | None]:
+    def read(self, keys: Sequence[bytes]) -> Iterator[Data | None]:
         for key in keys:
             record = self.records.get(key)
             yield record.front + record.body if record else None
