@@ -150,12 +150,12 @@ def test_pins_hold_until_they_are_due() -> None:
     pinned, other = entry([1] * 10), entry([2] * 10)
     put(store, pinned)
     assert not store.pin([pinned.key, entry([99]).key], 0.2)
-    assert store.pin([pinned.key], 0.2)
+    assert store.pin([pinned.key], 1.0)
     for n in range(3, 12):
         put(store, other, entry([n] * 10))
         use(store, other)
     assert store.get(pinned.key)
-    time.sleep(0.25)
+    time.sleep(1.05)
     for n in range(12, 24):
         put(store, entry([n] * 10))
         use(store, other)
