@@ -63,12 +63,12 @@ class Options:
         prompt = {k: v for k, v in given.items() if k in PromptOptions.__annotations__}
         sampling = checked(Sampling, {k: v for k, v in given.items() if k not in prompt})
         chosen = policy(cast(str, prompt.pop("recompute", "auto")), profile)
-        return cls(chosen, sampling, **prompt)  # type: ignore[arg-type]
+        return cls(chosen, sampling, **cast(dict[str, Any], prompt))
 
 
 def checked(kind: type[T], given: Mapping[str, Any]) -> T:
     """A configuration object; an unknown option is an error that names the known ones."""
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    known = [f.name for f in fields(cast(Any, kind))]
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown option {', '.join(unknown)}: known are {', '.join(known)}")
     return kind(**given)
