@@ -233,7 +233,8 @@ def _tables(results: dict[str, Any]) -> str:
     for row in results["tiers"]:
         lines.append(
             f"| {row['tier']} | {interval(row['memory'])} | {interval(row['full'])} "
-            f"| {row['kl']:.4f} | {row['top1']:.1%} | {row['latency'] * 1e3:.1f} ms | {row['bandwidth'] / 1e9:.1f} GB/s |"
+            f"| {row['kl']:.4f} | {row['top1']:.1%} "
+            f"| {row['latency'] * 1e3:.1f} ms | {row['bandwidth'] / 1e9:.1f} GB/s |"
         )
     s = results["soak"]
     lines += [

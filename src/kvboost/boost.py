@@ -222,7 +222,8 @@ class KVBoost:
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Wait until everything stored so far is on disk and on the server (they are written to in
-        the background); False if that takes longer."""
+        the background); False if that takes longer. What a queue had no room for is not written:
+        `stats().tiers` counts it as dropped."""
         return self._engine.store.flush(seconds)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from kvboost.errors import ConfigError
 from kvboost.store import disk_rows as rows
 from kvboost.store.disk_index import Index, tier_errors
 from kvboost.store.folder import BLOCK, FAN_OUT, FORMAT, Folder, charge
-from kvboost.store.frame import front_size, outline
+from kvboost.store.frame import outline
 from kvboost.store.tier import Record, TierError, TierUsage
 
 MIN_BYTES = 32 << 20
@@ -34,7 +34,6 @@ _LEAST_LOG, _MOST_LOG = 2 << 20, 16 << 20  # bytes; a longer log is seldom waite
 _NAME_BYTES = 160  # of a file's name in its folder; a folder never shrinks
 _ROW_LOG = 5 * BLOCK  # bytes in the log that a change of one row takes
 _AHEAD = 4  # records that the kernel reads while one is taken: 1.4 to 2 times faster from an SSD
-_HEAD = 4096  # of a file: enough to see what it is
 _DENSITY = 5e-8  # seconds a byte saves, where nobody knows
 
 
@@ -215,8 +214,7 @@ class DiskTier:
         """Take a file into the index; remove it if it is no record, or not the one in its name."""
         if rows.has(db, key):
             return
-        head = self.folder.head(key, _HEAD)
-        head = self.folder.head(key, front_size(head) or 0)
+        head = self.folder.head(key)
         size, written = self.folder.status(key)
         record = recognise(key, head, size)
         if record is None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from errno import ENOTEMPTY
+from io import FileIO
 from pathlib import Path
 
 import numpy
@@ -80,8 +81,7 @@ class Folder:
         """
         try:
             with open(self.path(key), "rb", buffering=0) as file:
-                head = file.read(_HEAD)
-                head += file.read(max(0, (front_size(head) or 0) - _HEAD))
+                head = _head(file)
                 frame = outline(head)
                 size = frame.front + frame.body + 1 if frame else len(head)
                 data = numpy.empty(min(size, os.fstat(file.fileno()).st_size), numpy.uint8).data
@@ -98,11 +98,11 @@ class Folder:
     def has(self, key: bytes) -> bool:
         return os.path.exists(self.path(key))
 
-    def head(self, key: bytes, nbytes: int) -> bytes:
-        """The beginning of a record's file; empty if there is none."""
+    def head(self, key: bytes) -> bytes:
+        """The front of a record's file and maybe more; empty if there is none."""
         try:
-            with open(self.path(key), "rb") as file:
-                return file.read(nbytes)
+            with open(self.path(key), "rb", buffering=0) as file:
+                return _head(file)
         except FileNotFoundError:
             return b""
 
@@ -192,6 +192,11 @@ class Folder:
             path = f"{self._quarantine}/{name}"
             status = os.lstat(path)
             yield status.st_mtime_ns, charge(status.st_size), path
+
+
+def _head(file: FileIO) -> bytes:
+    head = file.read(_HEAD)
+    return head + file.read(max(0, (front_size(head) or 0) - _HEAD))
 
 
 def _private(path: str, flags: int) -> int:
