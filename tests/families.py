@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from kvboost import KVBoost
+from kvboost import AutoRecompute, KVBoost
 from kvboost.keys import KeySpace
+from kvboost.recompute import LADDER, Profile
 
 VOCABULARY = 512
 WINDOW = 24  # of sliding layers: smaller than any prompt here
@@ -107,6 +108,9 @@ ALL = MOVABLE | FIXED | VARYING
 
 
 KEYS = KeySpace("fingerprint")
+# Each step of the ladder leaves half of what the one before it leaves.
+PROFILE = Profile({step: 0.5**n for n, step in enumerate(LADDER)})
+AUTO = AutoRecompute(PROFILE, 0.02)
 ATTENTIONS = ("sdpa", "eager")
 
 

@@ -88,7 +88,7 @@ def test_an_explanation_tells_what_a_request_then_does() -> None:
 
 
 def test_reuse_decides_what_is_explained() -> None:
-    made, ids = primed(), [*HEAD, *THREE, *ONE]
+    made, ids = primed(), [*HEAD, *ONE, *THREE]
     assert {s.kind for s in made.explain(ids, reuse="exact").spans} == {"exact", "computed"}
     assert {s.kind for s in made.explain(ids, reuse="off").spans} == {"computed"}
 

@@ -32,9 +32,11 @@ def test_less_precise_formats_are_further_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "fmt"), [(1e-9, "raw"), (0.5e-3, "k8v8"), (2e-3, "k8v4"), (9, "k4v4")]
+    ("limit", "fmt"), [(1e-9, "raw"), (0.01, "k8v8"), (0.04, "k8v4"), (9, "k4v4")]
 )
-def test_the_smallest_under_the_limit_is_taken(home: Path, limit: float, fmt: str) -> None:
+def test_the_smallest_under_a_share_of_the_limit_is_taken(
+    home: Path, limit: float, fmt: str
+) -> None:
     known(home, '{"raw": 0, "k8v8": 0.0001, "k8v4": 0.001, "k4v4": 0.004}')
     made = boost("llama", kv_format="auto", max_divergence=limit)
     assert made.stats().kv_format == fmt

@@ -15,7 +15,11 @@ FILES = sorted(SRC.rglob("*.py"))
 NAMES = [str(path.relative_to(SRC)) for path in FILES]
 TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "plan.py"}
 
-AROUND = {"cli.py", "cli_cache.py", "demo.py", "explain.py", "hub.py", "numerics.py"}
+AROUND = {
+    *("cli.py", "cli_bench.py", "cli_cache.py", "cli_calibrate.py", "calibrate.py"),
+    *("demo.py", "explain.py", "hub.py", "upgrade.py"),
+    *("formats.py", "numerics.py", "profiles.py", "support.py"),
+}
 FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3500
 
 
@@ -44,15 +48,16 @@ def test_file_and_functions_keep_their_budget(path: Path) -> None:
 
 
 def test_core_keeps_its_budget() -> None:
-    """Core: what a request passes through. Without what shows things to people or finds models,
-    and without the store's formats and tiers, which have a folder and limits of their own."""
+    """Core: what a request passes through. Without what shows things to people, finds models or
+    finds out about them when they are loaded, and without the store's formats and tiers, which have
+    a folder and limits of their own."""
     core = [f for f in FILES if f.parent == SRC and f.name not in AROUND]
     assert sum(map(lines, core)) <= CORE_LINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_only_model_imports_transformers(path: Path) -> None:
-    if path != SRC / "model.py":
+    if path != SRC / "model.py" and path.parent.name != "adapters":  # run by peers' own pythons
         assert "transformers" not in imported(path)
 
 

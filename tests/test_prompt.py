@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import VOCABULARY, boost, tokenizer
+from families import AUTO, VOCABULARY, boost, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -22,9 +22,11 @@ DOCUMENTS = [
     "The sky is blue.\nGrass is green.",
     {"title": "Snow", "text": "Snow is white, 雪は白い。"},
 ]
-PLAIN = (
-    "Document:\nThe sky is blue.\nGrass is green.\n\nDocument: Snow\nSnow is white, 雪は白い。\n\n"
-)
+BLOCKS = [
+    "Document:\nThe sky is blue.\nGrass is green.\n\n",
+    "Document: Snow\nSnow is white, 雪は白い。\n\n",
+]
+PLAIN = "".join(BLOCKS)
 
 
 @pytest.fixture
@@ -72,10 +74,7 @@ def test_bos_is_there_once() -> None:
 def test_documents_go_before_the_text_and_get_borders(real: Any) -> None:
     built = PromptBuilder(real).build("What is white?", documents=DOCUMENTS)
     assert built.ids == tuple(real(PLAIN + "What is white?").input_ids)
-    assert [real.decode(p) for p in pieces(built)][1::2] == [
-        "The sky is blue.\nGrass is green.",
-        "Snow is white, 雪は白い。",
-    ]
+    assert [real.decode(p) for p in pieces(built)] == [*BLOCKS, "What is white?"]
 
 
 def test_documents_go_before_the_last_user_message(real: Any) -> None:
@@ -87,7 +86,8 @@ def test_documents_go_before_the_last_user_message(real: Any) -> None:
     built = PromptBuilder(real).build(chat, documents=DOCUMENTS)
     expected = [*chat[:-1], {"role": "user", "content": PLAIN + "And?"}]
     assert built.ids == PromptBuilder(real).build(expected).ids
-    assert "Snow is white, 雪は白い。" in [real.decode(p) for p in pieces(built)]
+    found = [real.decode(p) for p in pieces(built)]
+    assert found[1:3] == BLOCKS and found[3].startswith("And?")
     assert chat[-1] == {"role": "user", "content": "And?"}
 
 
@@ -161,13 +161,25 @@ def test_token_ids_may_come_in_any_list(prompt: Any) -> None:
 
 
 def test_a_document_is_warmed_behind_the_top_of_a_prompt(real: Any) -> None:
-    built = PromptBuilder(real).warm("Snow is white.")
+    built = PromptBuilder(real).warm(DOCUMENTS[1])
     sink, document = pieces(built)
-    assert real.decode(document) == "Snow is white."
+    assert real.decode(document) == BLOCKS[1]
+    asked = PromptBuilder(real).build(CHAT, documents=DOCUMENTS)
+    assert document in pieces(asked)
     top = real.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     assert top.startswith(real.decode(sink)) and len(sink) > 4
-    assert PromptBuilder(with_bos()).warm("w5 w6") == Prompt((1, 5, 6), (1,))
-    assert PromptBuilder(tokenizer()).warm({"text": "w5 w6"}) == Prompt((0, 5, 6), (1,))
+    assert PromptBuilder(with_bos()).warm("w5 w6") == Prompt((1, 0, 5, 6), (1,))
+    titled = {"text": "w5 w6", "title": "w7"}
+    assert PromptBuilder(tokenizer()).warm(titled) == Prompt((0, 0, 7, 5, 6), (1,))
+
+
+def test_a_document_is_warmed_as_the_template_shows_it() -> None:
+    template = (
+        "<s> {% for d in documents or [] %}w50 {{ d['text'] }} {% endfor %}"
+        "{{ messages[0]['content'] }}"
+    )
+    built = PromptBuilder(with_bos(template)).warm({"text": "w5 w6", "title": "w7"})
+    assert built == Prompt((1, 5, 6), (1,))
 
 
 REFUSED = [
@@ -245,6 +257,12 @@ def test_empty_documents_are_not_warmed() -> None:
         ({"recompute": "some"}, "choose one of auto"),
         ({"recompute": 7}, "choose one of auto"),
         ({"temperature": "hot"}, "temperature must be a number"),
+        ({"max_divergence": -0.1}, "max_divergence must be a number between 0"),
+        ({"max_divergence": float("nan")}, "max_divergence must be a number"),
+        ({"max_divergence": "low"}, "max_divergence must be a number"),
+        ({"max_divergence": None}, "max_divergence must be a number"),
+        ({"max_divergence": 0.1, "recompute": "none"}, 'it needs recompute="auto"'),
+        ({"max_divergence": 0.1, "recompute": AUTO}, 'it needs recompute="auto"'),
     ],
 )
 def test_bad_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:

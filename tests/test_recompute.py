@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
+from families import PROFILE
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvboost.drift import Run
 from kvboost.errors import ConfigError
 from kvboost.keys import KeySpace
 from kvboost.plan import Entry, Piece, ReusePlan, Seam, Splice
 from kvboost.recompute import (
-    FALLBACK,
+    LADDER,
     AutoRecompute,
     CacheBlendRecompute,
+    DriftRecompute,
     FullRecompute,
     Look,
     NoRecompute,
-    Profile,
     QueryRecompute,
     RecomputePolicy,
     SelectiveRecompute,
+    damage,
     head_rows,
     moved_rows,
     policy,
+    seamless,
 )
 
 KEY = KeySpace("model").root
@@ -35,12 +40,13 @@ KEY = KeySpace("model").root
 
 @dataclass
 class FakeProbe:
-    """Every token matters as much as `score` says, or by its position; asks are kept."""
+    """Every token matters as much as `score` says, or by its position; asks and runs are kept."""
 
     layers: int = 30
     score: Tensor | None = None
     asked: list[tuple[list[int], object]] = field(default_factory=list)
     computed: set[int] = field(default_factory=set)
+    runs: Sequence[Run] = ()
 
     def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
         assert 0 < layer < self.layers
@@ -54,6 +60,9 @@ class FakeProbe:
         if look.depth == self.layers:
             self.computed.update(rows)
         return self._scores(max(rows) + 1)
+
+    def spread(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
 
     def _scores(self, count: int) -> Tensor:
         return torch.arange(count).float() if self.score is None else self.score
@@ -74,6 +83,9 @@ PLAN = ReusePlan(
         splice(120, 60, Seam.SHIFT),
     ),
 )
+# What is sampled of it, unless told otherwise.
+SAMPLES = [30 + n for n in (0, 4, 8, 12, 18, 27, 40, 60)]
+SAMPLES += [120 + n for n in (0, 4, 8, 12, 18, 27, 40)]
 GAPS = [*range(20, 30), *range(110, 120), *range(180, 200)]
 EXACT = ReusePlan(200, (splice(0, 120, Seam.NONE, exact=True),))
 
@@ -93,25 +105,28 @@ def plans(draw: st.DrawFn) -> ReusePlan:
     return ReusePlan(max(1, at + draw(st.sampled_from([0, 1, 12, 40]))), tuple(splices))
 
 
+DRIFTS = st.builds(DriftRecompute, nearest=st.integers(1, 9), farthest=st.integers(9, 90))
 POLICIES = st.one_of(
     st.just(NoRecompute()),
     st.just(FullRecompute()),
     st.builds(SelectiveRecompute, head=st.integers(0, 90), tail=st.integers(0, 90)),
     st.builds(CacheBlendRecompute, ratio=st.floats(0, 1), layer=st.integers(1, 40)),
+    DRIFTS,
     st.builds(
         QueryRecompute,
         ratio=st.floats(0, 1),
-        head=st.integers(0, 90),
         first=st.floats(0, 0.5),
         last=st.floats(0.5, 1),
+        drift=DRIFTS,
     ),
-    st.just(AutoRecompute()),
+    st.builds(AutoRecompute, st.just(PROFILE), st.floats(0, 0.5)),
 )
 
 
 @given(plans(), POLICIES, st.integers(2, 30))
 @example(PLAN, QueryRecompute(first=0.5, last=0.5), 2)
 @example(PLAN, QueryRecompute(first=1.0, last=1.0), 30)
+@example(PLAN, AutoRecompute(PROFILE, 0), 30)
 def test_rows_of_every_policy_are_sorted_and_leave_nothing_uncomputed(
     plan: ReusePlan, chosen: RecomputePolicy, layers: int
 ) -> None:
@@ -164,26 +179,56 @@ def test_cacheblend_keeps_its_ratio(ratio: float) -> None:
     assert len(rows) == len(GAPS) + round(ratio * 140)
 
 
+def test_seamless_stretches_are_those_that_stood_together() -> None:
+    assert seamless(PLAN) == [(30, 110), (120, 180)]
+    apart = ReusePlan(200, (splice(30, 50), splice(90, 30, Seam.NONE), splice(120, 9)))
+    assert seamless(apart) == [(30, 80), (90, 120), (120, 129)]
+    assert seamless(EXACT) == []
+
+
+def test_drift_samples_are_dense_at_heads() -> None:
+    probe = FakeProbe()
+    assert DriftRecompute().rows(PLAN, probe) == sorted({*GAPS, *SAMPLES})
+    assert list(probe.runs) == [Run(30, 110, tuple(SAMPLES[:8])), Run(120, 180, tuple(SAMPLES[8:]))]
+    assert not probe.asked
+
+
+@given(plans(), DRIFTS)
+def test_every_moved_token_is_in_one_run_with_a_sample_near(
+    plan: ReusePlan, drift: DriftRecompute
+) -> None:
+    probe = FakeProbe()
+    rows = drift.rows(plan, probe)
+    assert moved_rows(plan) == [row for run in probe.runs for row in range(run.start, run.end)]
+    for run in probe.runs:
+        assert run.samples[0] == run.start and set(run.samples) <= set(rows)
+        ends = [*run.samples[1:], run.end]
+        steps = [b - a for a, b in zip(run.samples, ends, strict=True)]
+        assert all(0 < step <= drift.farthest for step in steps)
+        assert all(step >= drift.nearest for step in steps[:-1])
+        assert steps[:-1] == sorted(steps[:-1])
+
+
 def test_query_repairs_what_the_question_looks_at() -> None:
-    score = torch.zeros(200).index_fill(0, torch.tensor([25, 31, 90, 150, 190]), 1.0)
+    score = torch.zeros(200).index_fill(0, torch.tensor([25, 30, 91, 150, 190]), 1.0)
     probe = FakeProbe(score=score)
-    rows = QueryRecompute(ratio=2 / 140, head=8, first=0.5, last=0.95).rows(PLAN, probe)
-    heads = [*range(30, 38), *range(120, 128)]  # 31 is one, so the ratio goes to others
-    assert rows == sorted({*GAPS, *heads, 90, 150})
-    assert probe.asked == [(GAPS, Look(range(180, 200), range(15, 28), 28))]
+    rows = QueryRecompute(ratio=2 / 140, first=0.5, last=0.95).rows(PLAN, probe)
+    assert rows == sorted({*range(180, 200), 91, 150})  # 30 has been sampled
+    asked = sorted({*GAPS, *SAMPLES})
+    assert probe.asked == [(asked, Look(range(180, 200), range(15, 28), 30))]
+    assert [row for run in probe.runs for row in run.samples] == SAMPLES
 
 
 def test_query_prefers_what_stands_near_a_seam() -> None:
-    rows = QueryRecompute(ratio=2 / 140, head=0).rows(PLAN, FakeProbe(score=torch.ones(200)))
-    assert rows == sorted({*GAPS, 30, 120})  # 80 has no seam before it
+    rows = QueryRecompute(ratio=2 / 140).rows(PLAN, FakeProbe(score=torch.ones(200)))
+    assert rows == sorted({*range(180, 200), 31, 121})  # 80 has no seam before it
 
 
-def test_query_computes_much_new_text_only_once() -> None:
+def test_query_computes_all_but_the_question_only_once() -> None:
     plan = ReusePlan(400, (splice(30, 50), splice(200, 100)))
     probe = FakeProbe()
     rows = QueryRecompute(ratio=0.1).rows(plan, probe)
-    assert [look.depth for _, look in probe.asked] == [30]
-    assert set(rows) & set(plan.rows) == set(plan.question) == set(range(300, 400))
+    assert set(rows) & probe.computed == set(plan.question) == set(range(300, 400))
     assert set(plan.rows) <= probe.computed
 
 
@@ -195,35 +240,79 @@ def test_query_falls_back_on_deviation_where_attention_is_hidden() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
-def test_query_keeps_its_ratio_beside_the_heads(ratio: float) -> None:
-    rows = QueryRecompute(ratio=ratio, head=10).rows(PLAN, FakeProbe())
-    assert len(rows) == len(GAPS) + 20 + min(round(ratio * 140), 120)
+def test_query_keeps_its_ratio_beside_the_samples(ratio: float) -> None:
+    rows = QueryRecompute(ratio=ratio).rows(PLAN, FakeProbe())
+    assert len(rows) == 20 + min(round(ratio * 140), 140 - len(SAMPLES))
+
+
+def everything(plan: ReusePlan) -> list[int]:
+    """But what is exact."""
+    return list(range(plan.exact_tokens, plan.length))
 
 
 def test_auto_takes_the_repair_of_the_regime() -> None:
-    chosen = AutoRecompute(Profile(SelectiveRecompute(head=3), FullRecompute()))
+    chosen = AutoRecompute(replace(PROFILE, shift=SelectiveRecompute(head=3)), 1e-6)
     shift = ReusePlan(200, (splice(0, 20, Seam.NONE, exact=True), splice(30, 50, Seam.SHIFT)))
     unbroken = ReusePlan(200, (splice(30, 50, Seam.NONE),))
     assert chosen.rows(EXACT, FakeProbe()) == EXACT.rows
     assert chosen.rows(shift, FakeProbe()) == sorted({*shift.rows, 30, 31, 32})
     assert chosen.rows(unbroken, FakeProbe()) == unbroken.rows
-    assert chosen.rows(PLAN, FakeProbe()) == list(range(200))
+    assert chosen.rows(PLAN, FakeProbe()) == everything(PLAN)
+    nothing = replace(chosen, limit=0)
+    assert nothing.rows(EXACT, FakeProbe()) == EXACT.rows
+    for plan in (shift, unbroken, PLAN):
+        assert nothing.rows(plan, FakeProbe()) == everything(plan)
 
 
-@pytest.mark.parametrize("name", ["none", "full", "selective", "cacheblend", "query", "auto"])
+@pytest.mark.parametrize("step", LADDER)
+def test_auto_takes_the_cheapest_repair_that_is_good_enough(step: str) -> None:
+    chosen = AutoRecompute(PROFILE, 1.01 * PROFILE.divergence[step] * damage(PLAN))
+    probe, expected = FakeProbe(), FakeProbe()
+    assert chosen.rows(PLAN, probe) == LADDER[step].rows(PLAN, expected)
+    assert probe == expected
+
+
+def test_a_profile_reads_the_question_where_it_was_measured() -> None:
+    profile = replace(PROFILE, band=(0.25, 0.6))
+    assert profile.step(1.0, 1.0) == NoRecompute()
+    assert profile.step(1.0, 0.25) == DriftRecompute(4, 48)
+    assert profile.step(1.0, 0.2) == QueryRecompute(0.04, 0.25, 0.6)
+    assert profile.step(0.5, 0.2) == DriftRecompute(4, 48)
+    assert profile.step(1.0, 0.001) is None
+    assert replace(profile, divergence=dict.fromkeys(LADDER, float("nan"))).step(1.0, 1.0) is None
+
+
+def test_the_ladder_goes_from_the_cheapest_to_the_dearest() -> None:
+    counts = []
+    for step in LADDER.values():
+        probe = FakeProbe()
+        rows = step.rows(PLAN, probe)
+        counts.append(len(rows) + sum(len(asked) for asked, _ in probe.asked))
+    assert counts == sorted(counts) and counts[0] == len(GAPS)
+
+
+def test_damage_is_the_share_of_moved_tokens_near_heads() -> None:
+    head = [(d + 2) ** -0.6 for d in range(80)]
+    assert damage(PLAN) == pytest.approx((sum(head) + sum(head[:60])) / 200)
+    assert damage(EXACT) == 0
+    broken = ReusePlan(200, (PLAN.splices[1], splice(80, 30), *PLAN.splices[3:]))
+    assert damage(broken) > damage(PLAN)
+
+
+@pytest.mark.parametrize("name", ["none", "full", "selective", "drift", "cacheblend", "query"])
 def test_policies_are_found_by_name(name: str) -> None:
-    assert policy(name, FALLBACK).name == name
+    assert policy(name).name == name
 
 
 def test_a_policy_object_is_taken_as_it_is() -> None:
     mine = SelectiveRecompute(head=5)
-    assert policy(mine, FALLBACK) is mine
+    assert policy(mine) is mine
 
 
 @pytest.mark.parametrize("choice", ["quary", "", 7, None, object(), SelectiveRecompute])
 def test_unknown_policies_are_refused(choice: object) -> None:
     with pytest.raises(ConfigError, match="choose one of auto, none, full, selective"):
-        policy(choice, FALLBACK)  # type: ignore[arg-type]
+        policy(choice)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +328,11 @@ def test_unknown_policies_are_refused(choice: object) -> None:
         (CacheBlendRecompute, {"layer": 0}),
         (CacheBlendRecompute, {"layer": 1.5}),
         (QueryRecompute, {"ratio": -0.1}),
-        (QueryRecompute, {"head": None}),
+        (DriftRecompute, {"nearest": 0}),
+        (DriftRecompute, {"nearest": 1.5}),
+        (DriftRecompute, {"farthest": 3}),
+        (DriftRecompute, {"farthest": True}),
+        (QueryRecompute, {"ratio": None}),
         (QueryRecompute, {"first": 0.6, "last": 0.5}),
         (QueryRecompute, {"last": 1.2}),
     ],
@@ -247,3 +340,9 @@ def test_unknown_policies_are_refused(choice: object) -> None:
 def test_parameters_are_checked(kind: type, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(options))}|first|last"):
         kind(**options)
+
+
+@pytest.mark.parametrize("limit", [-1e-9, float("nan"), "0.1", None, True])
+def test_the_limit_is_checked(limit: Any) -> None:
+    with pytest.raises(ConfigError, match="max_divergence must be a number"):
+        AutoRecompute(PROFILE, limit)

@@ -14,6 +14,7 @@ from kvboost.explain import Explanation
 from kvboost.recompute import (
     AutoRecompute,
     CacheBlendRecompute,
+    DriftRecompute,
     FullRecompute,
     NoRecompute,
     QueryRecompute,
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Document",
+    "DriftRecompute",
     "Explanation",
     "ForwardPass",
     "FullRecompute",

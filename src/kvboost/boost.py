@@ -23,25 +23,28 @@ from kvboost.engine import Engine, Prefilled
 from kvboost.errors import ConfigError, PromptError
 from kvboost.explain import Explanation, explain
 from kvboost.fingerprint import fingerprint, weights_version
-from kvboost.formats import choose_format
+from kvboost.formats import STORAGE_SHARE, choose_format
 from kvboost.metrics import Stopwatch
 from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
 from kvboost.numerics import choose_device, choose_dtype
 from kvboost.options import GenerateOptions, Options, PromptOptions, checked
+from kvboost.profiles import load_profile
 from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike, as_list
-from kvboost.recompute import FALLBACK, PROFILES, NoRecompute
+from kvboost.recompute import AutoRecompute, NoRecompute
 from kvboost.runner import ModelRunner
 from kvboost.sampling import Answer, Sampling
 from kvboost.store import StoreStats, TierStats
 from kvboost.store.opening import open_seal, open_store
 from kvboost.store.trace import Cost, TraceRecorder
 from kvboost.types import Completion, Timing, Usage
+from kvboost.upgrade import Upgrades
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What a KVBoost runs and has done. `reuse`: where KV is reused, and if not everywhere, why.
-    store: what memory holds. tiers: disk and server, if there are any."""
+    store: what memory holds. tiers: disk and server, if there are any. upgraded, waiting: tokens
+    computed exactly while idle, and those that wait for it."""
 
     dtype: str
     device: str
@@ -52,6 +55,8 @@ class Stats:
     tokens: Usage
     store: StoreStats
     tiers: tuple[TierStats, ...]
+    upgraded: int
+    waiting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,10 @@ class KVBoost:
         if self.config.trace is not None:
             cost = Cost(bytes_per_token=runner.layout.bytes_per_token)
             self._engine.trace = TraceRecorder(Path(self.config.trace), cost)
-        self._profile = PROFILES.get(runner.shape, FALLBACK)
+        self._upgrades = Upgrades(self._engine, self.config.upgrade)
+        self._stopping = weakref.finalize(self, self._upgrades.close)
+        profile = load_profile(fingerprint(model, tokenizer), runner.shape)
+        self._auto = AutoRecompute(profile, self.config.max_divergence)
         self._weights: int | None = None
         self._totals: Counter[str] = Counter()
         self._eos = _eos(model, tokenizer)
@@ -151,7 +159,8 @@ class KVBoost:
     def stream(self, prompt: PromptLike, **options: Unpack[GenerateOptions]) -> Stream:
         """Like `generate`, piece by piece: iterate for text; `completion` is there at the end."""
         clock = self._clock()
-        return Stream(self._run(prompt, Options.of(options, self._profile), clock))
+        steps = self._run(prompt, Options.of(options, self._auto), clock)
+        return Stream(self._upgrades.traffic.during(steps))
 
     def prefill(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Cache:
         """transformers' own cache of all but the prompt's last token, made with reuse.
@@ -161,7 +170,7 @@ class KVBoost:
         `cache.batch_repeat_interleave(num_beams)`) then work on reused KV. Assisted decoding of
         transformers 5 goes wrong on any cache that is not empty. The cache is the caller's.
         """
-        prefilled = self._prefill(prompt, Options.of(options, self._profile))
+        prefilled = self._prefill(prompt, Options.of(options, self._auto))
         keep = len(prefilled.prompt.ids) - 1
         layers = [prefilled.buffer.layer(n) for n in range(self._engine.runner.layers)]
         return plain_cache(
@@ -178,14 +187,15 @@ class KVBoost:
         """
         if not answer:
             raise PromptError("the answer is empty: give at least one token id")
-        parsed, clock = Options.of(options, self._profile), self._clock()
+        parsed, clock = Options.of(options, self._auto), self._clock()
         built = self._build(prompt, parsed, clock)
         room = self._engine.room(len(built.ids), len(answer))
         if room < len(answer):
             raise PromptError(f"the answer is {len(answer) - room} tokens over the model's window")
-        prefilled = self._engine.prefill(built, parsed.reuse, parsed.policy, room - 1, clock)
-        ttft = clock.elapsed()
-        return Score(self._engine.score(prefilled, answer), prefilled.usage, ttft)
+        with self._upgrades.traffic.request():
+            prefilled = self._engine.prefill(built, parsed.reuse, parsed.policy, room - 1, clock)
+            ttft = clock.elapsed()
+            return Score(self._engine.score(prefilled, answer), prefilled.usage, ttft)
 
     def warm(
         self, texts: Iterable[DocumentLike], *, pin: float | None = None, progress: bool = True
@@ -211,13 +221,14 @@ class KVBoost:
     def explain(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Explanation:
         """What would be reused of a prompt, chunk by chunk, and what differs at the first miss.
         Computes nothing and stores nothing."""
-        parsed = Options.of(options, self._profile)
+        parsed = Options.of(options, self._auto)
         built = self._build(prompt, parsed, self._clock())
         return explain(self._engine, built, parsed.reuse, self._prompts.decode)
 
     def clear(self) -> None:
         """Forget everything stored in memory. What is on disk or on a server stays, for it may be
         others' too: `kvboost cache clear` empties a folder."""
+        self._upgrades.clear()
         self._engine.store.memory.clear()
 
     def flush(self, seconds: float = 60.0) -> bool:
@@ -226,9 +237,15 @@ class KVBoost:
         `stats().tiers` counts it as dropped."""
         return self._engine.store.flush(seconds)
 
+    def upgrade(self, seconds: float = 60.0) -> bool:
+        """Wait until all that waits has been computed exactly (see `Config.upgrade`; it is done in
+        the background, when no request runs); False if that takes longer."""
+        return self._upgrades.wait(seconds)
+
     def close(self) -> None:
-        """Write what still waits to be written and let go of disk and server. Happens by itself
-        when the process ends."""
+        """Stop upgrading, write what still waits to be written and let go of disk and server.
+        Happens by itself when the process ends."""
+        self._stopping()
         self._closing()
 
     def __enter__(self) -> Self:
@@ -251,12 +268,15 @@ class KVBoost:
             kv_format=self._engine.kv_format,
             store=self._engine.store.memory.stats(),
             tiers=self._engine.store.tiers(),
+            upgraded=self._upgrades.tokens,
+            waiting=self._upgrades.waiting,
         )
 
     def _format(self, runner: ModelRunner) -> KVFormat:
         if self.config.kv_format != "auto":
             return self.config.kv_format
-        limit, digest = self.config.max_divergence, fingerprint(self.model, self.tokenizer)
+        limit = STORAGE_SHARE * self.config.max_divergence
+        digest = fingerprint(self.model, self.tokenizer)
         return choose_format(runner, lambda text: self.tokenizer(text).input_ids, digest, limit)
 
     def _clock(self) -> Stopwatch:
@@ -273,8 +293,9 @@ class KVBoost:
         """Prefill and store, without an answer."""
         clock = self._clock()
         built, weights = self._build(prompt, options, clock), self._weights
-        prefilled = self._engine.prefill(built, options.reuse, options.policy, 0, clock)
-        self._harvest(prefilled, built.ids, options, weights)
+        with self._upgrades.traffic.request():
+            prefilled = self._engine.prefill(built, options.reuse, options.policy, 0, clock)
+            self._harvest(prefilled, built.ids, options, weights)
         self._account(prefilled.usage)
         return prefilled
 
@@ -284,6 +305,7 @@ class KVBoost:
         """Store what a request computed, unless the weights were swapped since it began."""
         if options.reuse != "off" and weights_version(self.model) == weights:
             self._engine.harvest(prefilled, ids)
+            self._upgrades.add(prefilled, ids, weights)
 
     def _build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
         self._check_weights()

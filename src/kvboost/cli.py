@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 import kvboost
-from kvboost import cli_cache
+from kvboost import cli_bench, cli_cache, cli_calibrate
 from kvboost.boost import KVBoost
 from kvboost.demo import demo as run_demo
 from kvboost.errors import ConfigError, KVBoostError
@@ -27,6 +27,8 @@ app = typer.Typer(
     help="Reuse the KV cache of text a model has read before, wherever it stands in the prompt.",
 )
 app.add_typer(cli_cache.app, name="cache")
+app.command()(cli_bench.bench)
+app.command()(cli_calibrate.calibrate)
 BUDGETS = ("5%", "10%", "20%", "40%")
 Model = Annotated[
     str,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvboost.chunking import Chunker
 from kvboost.config import KVFormat
+from kvboost.drift import Patch, Run, patches
 from kvboost.errors import ConfigError, PromptError
 from kvboost.keys import ChunkKey, KeySpace
 from kvboost.kv import KVBuffer
@@ -53,6 +54,7 @@ class RequestProbe:
     passes: list[ForwardPass] = field(default_factory=list)
     computed: set[int] = field(default_factory=set)
     mass: Tensor | None = None
+    runs: Sequence[Run] = ()
 
     @property
     def layers(self) -> int:
@@ -64,8 +66,15 @@ class RequestProbe:
 
     def attention(self, rows: Sequence[int], look: Look) -> Tensor:
         self._count(rows, look.depth)
-        self.mass = self.runner.attention(self.buffer, self.ids, rows, look)
+        patched, self.runs = self._patches(rows, 0), ()
+        self.mass = self.runner.attention(self.buffer, self.ids, rows, look, patched)
         return self.mass
+
+    def spread(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+
+    def _patches(self, rows: Sequence[int], after: int) -> list[Patch]:
+        return list(patches(self.runs, rows, after, self.buffer.k[0]))
 
     def forward(self, rows: Sequence[int]) -> Tensor:
         """Compute `rows` through all layers, a block at a time: the last logits.
@@ -79,10 +88,13 @@ class RequestProbe:
         regime = self.runner.support.regime
         whole = regime(len(self.ids))
         cuts = [0, *(c for c in cuts[1:-1] if regime(rows[c - 1] + 1) == whole), len(rows)]
+        after = 0
         for start, end in pairwise(cuts):
             block = rows[start:end]
             self._count(block, self.layers)
-            logits = self.runner.forward(self.buffer, self.ids[: block[-1] + 1], block)
+            patched = self._patches(block, after)
+            after = block[-1] + 1
+            logits = self.runner.forward(self.buffer, self.ids[:after], block, patches=patched)
         return logits
 
     def _count(self, rows: Sequence[int], layers: int) -> None:
@@ -172,6 +184,10 @@ class Engine:
         if rows >= _PACED:
             last = seconds / rows if self._pace is None else self._pace
             self._pace = last + 0.3 * (seconds / rows - last)
+
+    def seconds(self, tokens: int) -> float:
+        """What computing so many tokens takes, by what was measured."""
+        return (self._pace or PACE) * tokens
 
     def room(self, tokens: int, wanted: int) -> int:
         """How many of `wanted` tokens may follow a prompt of `tokens`: at least one. Raises
@@ -291,8 +307,7 @@ class Engine:
             if mine and self.store.memory.wants(entry):
                 kv = prefilled.buffer.cut(chunk.start, chunk.end)
                 packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
-                seconds = (self._pace or PACE) * len(chunk)
-                self.store.put(entry, packed, seconds, spared, book)
+                self.store.put(entry, packed, self.seconds(len(chunk)), spared, book)
 
 
 def _shares(prefilled: Prefilled) -> dict[ChunkKey, float]:

@@ -28,6 +28,9 @@ from kvboost.store.codec import encode, place
 _CONTEXT, _ANSWER, _CHUNK = 512, 128, 64
 """Tokens read through stored KV, tokens compared, tokens in a chunk."""
 
+STORAGE_SHARE = 1 / 30
+"""Of the divergence a user allows (`Config.max_divergence`), what storing may take."""
+
 
 def choose_format(
     runner: ModelRunner, encode_text: Callable[[str], list[int]], fingerprint: str, limit: float

@@ -44,6 +44,7 @@ from transformers.generation import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
+from kvboost.drift import Patch
 from kvboost.errors import ConfigError, ModelFileError, ModelNotFoundError, UnsupportedModelError
 from kvboost.kv import KVBuffer
 
@@ -229,12 +230,17 @@ class RowCache(Cache):
         self._rows = rows
         self._stop: int | None = None
         self._compare = False
+        self._patches: Sequence[Patch] = ()
         self.deviation: Tensor | None = None
 
     def stop_at(self, layer: int, *, compare: bool = False) -> None:
         """End the pass before `layer` writes; `compare` leaves in `deviation` how far its fresh K
         and V are from the buffer's."""
         self._stop, self._compare = layer, compare
+
+    def correct(self, patches: Sequence[Patch]) -> None:
+        """In each layer, spread what its fresh K and V tell of the moved, before it attends."""
+        self._patches = patches
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k_buffer, v_buffer = self._buffer.layer(layer)
@@ -244,6 +250,9 @@ class RowCache(Cache):
                 at = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
                 self.deviation = _distance(k[0], k_buffer[:, at]) + _distance(v[0], v_buffer[:, at])
             raise _StopForward
+        for patch in self._patches:
+            patch.spread(k[0], k_buffer)
+            patch.spread(v[0], v_buffer)
         if not isinstance(rows, range):
             k_buffer.index_copy_(1, rows, k[0])
             v_buffer.index_copy_(1, rows, v[0])

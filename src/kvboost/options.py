@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict, TypeVar, cast, get_args
 
 from kvboost.errors import ConfigError
 from kvboost.prompt import DocumentLike
-from kvboost.recompute import Profile, RecomputePolicy, policy
+from kvboost.recompute import AutoRecompute, RecomputePolicy, policy
 from kvboost.sampling import Sampling
 from kvboost.types import Reuse
 
@@ -20,13 +20,15 @@ class PromptOptions(TypedDict, total=False):
 
     documents: context pieces, texts or {title, text}. segments: borders in raw prompts. reuse:
     "auto" anywhere in the prompt, "exact" prefixes only, "off" neither looks up nor stores.
-    recompute: "auto", "none", "selective", "cacheblend", "query", "full", or a policy object.
+    recompute: "auto", "none", "selective", "drift", "cacheblend", "query", "full", or a policy
+    object. max_divergence: for "auto" in this request, instead of `Config.max_divergence`.
     """
 
     documents: Iterable[DocumentLike]
     segments: Iterable[str | int]
     reuse: Reuse
     recompute: str | RecomputePolicy
+    max_divergence: float
 
 
 class GenerateOptions(PromptOptions, total=False):
@@ -58,11 +60,16 @@ class Options:
             )
 
     @classmethod
-    def of(cls, given: PromptOptions | GenerateOptions, profile: Profile) -> Self:
+    def of(cls, given: PromptOptions | GenerateOptions, auto: AutoRecompute) -> Self:
         """Raises ConfigError for what is unknown or bad."""
         prompt = {k: v for k, v in given.items() if k in PromptOptions.__annotations__}
         sampling = checked(Sampling, {k: v for k, v in given.items() if k not in prompt})
-        chosen = policy(cast(str, prompt.pop("recompute", "auto")), profile)
+        choice = cast(str, prompt.pop("recompute", "auto"))
+        if "max_divergence" in prompt:
+            if choice != "auto":
+                raise ConfigError('max_divergence chooses the repair: it needs recompute="auto"')
+            auto = replace(auto, limit=cast(float, prompt.pop("max_divergence")))
+        chosen = auto if choice == "auto" else policy(choice)
         return cls(chosen, sampling, **cast(dict[str, Any], prompt))
 
 

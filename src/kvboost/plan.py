@@ -24,6 +24,11 @@ SHIFT_GAP = 256
 """So is a gap of at most so many tokens, if twice as much of the run's old context is here."""
 
 
+QUESTION = 128
+"""Tokens at the end of a prompt that may be its question: new text before them is not asked what it
+looks at, nor computed again behind a repair."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What the index knows of one stored chunk.
@@ -135,9 +140,11 @@ class ReusePlan:
 
     @property
     def question(self) -> range:
-        """Whatever follows the last moved run; if nothing does, the last tokens."""
+        """Whatever follows the last moved run, at most the last QUESTION tokens; if nothing does,
+        the last few."""
         last = self.moved[-1].end if self.moved else 0
-        return range(min(last, self.length - min(16, self.length)), self.length)
+        start = max(last, self.length - QUESTION)
+        return range(min(start, self.length - min(16, self.length)), self.length)
 
 
 def make_plan(chunks: Sequence[Chunk], keys: KeySpace, index: Index, *, move: bool) -> ReusePlan:

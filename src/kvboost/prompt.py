@@ -51,8 +51,8 @@ class PromptBuilder:
         docs = [_document(d) for d in as_list("documents", documents)]
         marks = as_list("segments", segments)
         if isinstance(prompt, str):
-            text = plain_documents(docs) + prompt
-            pieces = [d.text for d in docs] + [_text(s) for s in marks]
+            blocks = plain_documents(docs)
+            text, pieces = "".join(blocks) + prompt, blocks + [_text(s) for s in marks]
             built = self._tokenize(text, _spans(text, pieces, strict=True), special=True)
         elif _is_messages(prompt):
             text, pieces = self._render(list(prompt), docs)  # type: ignore[arg-type]
@@ -65,13 +65,17 @@ class PromptBuilder:
         return built
 
     def warm(self, document: DocumentLike) -> Prompt:
-        """A document behind what usually stands at the top of a prompt: the chat template's own
-        opening, or the tokenizer's first special token. The one border is between the two."""
-        text = _document(document).text
-        body = self._tokenize(text, [], special=False).ids
-        if not body:
+        """A document, as it stands in a prompt, behind what usually stands at the top of one: the
+        chat template's own opening, or the tokenizer's first special token. The one border is
+        between the two."""
+        doc = _document(document)
+        if not doc.text.strip():
             raise PromptError("a document to warm is empty")
-        sink = self._sink()
+        text, after = doc.text, ""
+        if not self._takes_documents():  # what comes after decides how its last line breaks are cut
+            text, after = plain_documents([doc])[0], "Document:"
+        built, sink = self._tokenize(text + after, [(0, len(text))], special=False), self._sink()
+        body = built.ids[: built.borders[0]] if built.borders else built.ids
         return Prompt(sink + body, (len(sink),))
 
     def _sink(self) -> tuple[int, ...]:
@@ -96,10 +100,13 @@ class PromptBuilder:
                 "this tokenizer has no chat template, so it can't render messages: "
                 "pass the prompt as text"
             )
-        pieces = [d.text for d in docs]
-        if docs and "documents" not in str(template):
-            messages, docs = _with_documents(messages, docs), []
-        return self._template(messages, docs), pieces
+        if docs and not self._takes_documents():
+            blocks = plain_documents(docs)
+            return self._template(_with_documents(messages, blocks), []), blocks
+        return self._template(messages, docs), [d.text for d in docs]
+
+    def _takes_documents(self) -> bool:
+        return "documents" in str(getattr(self._tokenizer, "chat_template", None))
 
     def _template(self, messages: list[Message], docs: list[Document]) -> str:
         listed = [{"title": d.title, "text": d.text} for d in docs]
@@ -138,21 +145,21 @@ def as_list(name: str, given: Any) -> list[Any]:
     return list(given)
 
 
-def plain_documents(documents: Sequence[Document]) -> str:
+def plain_documents(documents: Sequence[Document]) -> list[str]:
     """The form documents take where the chat template has none for them. Without numbers, so that
-    a document's text does not depend on its place."""
-    return "".join(
+    a document's text does not depend on its place; its title moves with it."""
+    return [
         (f"Document: {d.title}\n" if d.title else "Document:\n") + d.text + "\n\n"
         for d in documents
-    )
+    ]
 
 
-def _with_documents(messages: list[Message], docs: list[Document]) -> list[Message]:
+def _with_documents(messages: list[Message], blocks: list[str]) -> list[Message]:
     users = [n for n, m in enumerate(messages) if m.get("role") == "user"]
     if not users or not isinstance(messages[users[-1]].get("content"), str):
         raise PromptError("documents go before the last user message: give one, with text content")
     last = dict(messages[users[-1]])
-    last["content"] = plain_documents(docs) + str(last["content"])
+    last["content"] = "".join(blocks) + str(last["content"])
     return [*messages[: users[-1]], last, *messages[users[-1] + 1 :]]
 
 

@@ -6,13 +6,15 @@ probe is a forward pass, and is paid for and reported. This module knows nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvboost.drift import Run
 from kvboost.errors import ConfigError
 from kvboost.plan import ReusePlan, Seam
 
@@ -42,6 +44,10 @@ class Probe(Protocol):
         give each position, float32 `[length]`. What was computed stays."""
         ...
 
+    def spread(self, runs: Sequence[Run]) -> None:
+        """In the next pass, add to moved KV what the samples around it turn out to be off."""
+        ...
+
 
 class RecomputePolicy(Protocol):
     """Chooses the rows of the final forward pass, sorted. Must contain `plan.rows`, except rows
@@ -60,6 +66,17 @@ def _union(*parts: Sequence[int]) -> list[int]:
 def moved_rows(plan: ReusePlan) -> list[int]:
     """Every row that has moved KV."""
     return [row for s in plan.moved for row in range(s.start, s.end)]
+
+
+def seamless(plan: ReusePlan) -> list[tuple[int, int]]:
+    """Where moved tokens stand without a seam between them: [start, end) of each stretch."""
+    stretches: list[tuple[int, int]] = []
+    for s in plan.moved:
+        if s.seam is Seam.NONE and stretches and stretches[-1][1] == s.start:
+            stretches[-1] = (stretches[-1][0], s.end)
+        else:
+            stretches.append((s.start, s.end))
+    return stretches
 
 
 def head_rows(plan: ReusePlan, k: int) -> list[int]:
@@ -124,6 +141,40 @@ class SelectiveRecompute:
 
 
 @dataclass(frozen=True, slots=True)
+class DriftRecompute:
+    """Recomputes a sample of every run and moves the rest by what those turn out to be off (ours).
+
+    Samples are `nearest` tokens apart at the head of a run, where moved KV is most wrong, and
+    farther and farther after it, up to `farthest`. One pass, no probe. `kvboost.drift` says why it
+    works; measured in docs/adr/0008 and docs/benchmarks.md.
+    """
+
+    nearest: int = 4
+    farthest: int = 48
+    name: str = field(default="drift", init=False)
+
+    def __post_init__(self) -> None:
+        _check("nearest", self.nearest, 1, 4096, int)
+        _check("farthest", self.farthest, self.nearest, 4096, int)
+
+    def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        return _union(plan.rows, self.samples(plan, probe))
+
+    def samples(self, plan: ReusePlan, probe: Probe) -> list[int]:
+        """The sampled rows; the probe knows of them from now on."""
+        runs = [Run(start, end, self._sample(start, end)) for start, end in seamless(plan)]
+        probe.spread(runs)
+        return [row for run in runs for row in run.samples]
+
+    def _sample(self, start: int, end: int) -> tuple[int, ...]:
+        rows, at = [], start
+        while at < end:
+            rows.append(at)
+            at += min(max((at - start) // 2, self.nearest), self.farthest)
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
 class CacheBlendRecompute:
     """Recomputes the moved tokens whose KV deviates most (CacheBlend, Yao et al., EuroSys 2025).
 
@@ -153,22 +204,21 @@ class CacheBlendRecompute:
 class QueryRecompute:
     """Recomputes what the question looks at, weighed by how stale it is likely to be (ours).
 
-    First pass: the rows that nothing covers, the question among them, up to the end of the band of
-    layers from `first` to `last` (shares of the depth). Each moved token's score is the attention
-    mass that the question gives it there, times the expected damage at its distance from the seam
-    before it. Second pass: those rows, the first `head` tokens of every run, and the share `ratio`
-    of moved tokens with the highest scores. Measured in docs/adr/0004 and docs/benchmarks.md.
+    First pass: what `DriftRecompute` computes, the question among it, with the moved KV corrected.
+    Each other moved token's score is the attention mass that the question gives it in the band of
+    layers from `first` to `last` (shares of the depth), times the expected damage at its distance
+    from the seam before it. Second pass: the question again, and the share `ratio` of moved tokens
+    with the highest scores. Measured in docs/adr/0004, docs/adr/0008 and docs/benchmarks.md.
     """
 
-    ratio: float = 0.12
-    head: int = 0
+    ratio: float = 0.08
     first: float = 0.5
     last: float = 0.8
+    drift: DriftRecompute = field(default_factory=DriftRecompute)
     name: str = field(default="query", init=False)
 
     def __post_init__(self) -> None:
         _check("ratio", self.ratio, 0, 1)
-        _check("head", self.head, 0, 4096, int)
         _check("last", self.last, 0, 1)
         _check("first", self.first, 0, self.last)
 
@@ -178,23 +228,15 @@ class QueryRecompute:
             return plan.rows
         first = min(int(self.first * probe.layers), probe.layers - 1)
         band = range(first, max(first + 1, round(self.last * probe.layers)))
-        asked = _union(plan.rows, plan.question)
-        # Much new text before the question is computed once, through all layers, not twice.
-        once = len(asked) - len(plan.question) > _TWICE
-        mass = probe.attention(
-            asked, Look(plan.question, band, probe.layers if once else band.stop)
-        )
+        sampled = self.drift.samples(plan, probe)
+        asked = _union(plan.rows, plan.question, sampled)
+        mass = probe.attention(asked, Look(plan.question, band, probe.layers))
         if not mass.any():  # the model hides its attention
             return CacheBlendRecompute(self.ratio).rows(plan, probe)
-        heads = head_rows(plan, self.head)
-        rest = sorted(set(moved).difference(heads))
+        rest = sorted(set(moved).difference(asked))
         score = mass[rest] * _damage(plan)[rest].to(mass.device)
         chosen = _top(score, rest, min(1.0, self.ratio * len(moved) / max(1, len(rest))))
-        return _union(plan.question if once else asked, heads, chosen)
-
-
-_TWICE = 64
-"""So many uncovered rows before the question may be computed twice, to end the probe early."""
+        return _union(plan.question, chosen)
 
 
 def _damage(plan: ReusePlan) -> Tensor:
@@ -209,65 +251,96 @@ def _damage(plan: ReusePlan) -> Tensor:
     return (distance + 2) ** -0.6
 
 
+LADDER: dict[str, RecomputePolicy] = {
+    "none": NoRecompute(),
+    "drift-96": DriftRecompute(8, 96),
+    "drift-48": DriftRecompute(4, 48),
+    "query-4": QueryRecompute(0.04),
+    "query-8": QueryRecompute(0.08),
+    "query-16": QueryRecompute(0.16),
+    "query-30": QueryRecompute(0.30),
+}
+"""Repairs of compositions, from the cheapest to the dearest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What measured best for a model: repairs for the two regimes of approximate reuse."""
+    """What `kvboost calibrate` measured for a model.
 
-    shift: RecomputePolicy
-    composition: RecomputePolicy
+    divergence: for each step of `LADDER`, KL in nats per token that is left, over `damage` of the
+    plan. band: where the question's attention is read, as shares of the depth. shift: the repair of
+    text that only shifted.
+    """
 
+    divergence: Mapping[str, float]
+    band: tuple[float, float] = (0.5, 0.8)
+    shift: SelectiveRecompute = field(default_factory=SelectiveRecompute)
 
-FALLBACK = Profile(SelectiveRecompute(head=32), QueryRecompute(ratio=0.2, head=8))
-"""For models nobody has measured: dearer than the measured ones."""
-
-PROFILES = {
-    # SmolLM2-135M: docs/benchmarks.md
-    "llama-30x576": Profile(SelectiveRecompute(head=16), QueryRecompute()),
-    # Qwen2.5 0.5B and 1.5B: DESIGN.md section 10, and docs/adr/0004
-    "qwen2-24x896": Profile(SelectiveRecompute(head=16), QueryRecompute(head=16, last=0.95)),
-    "qwen2-28x1536": Profile(SelectiveRecompute(head=16), QueryRecompute(head=8, last=0.95)),
-}
-"""By `ModelRunner.shape`."""
+    def step(self, damage: float, limit: float) -> RecomputePolicy | None:
+        """The cheapest repair expected to stay under the limit; None if none does."""
+        for name, policy in LADDER.items():
+            if self.divergence[name] * damage <= limit:
+                if isinstance(policy, QueryRecompute):
+                    return replace(policy, first=self.band[0], last=self.band[1])
+                return policy
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class AutoRecompute:
-    """Nothing where reuse is exact, the profile's repairs where it is not.
+    """Nothing where reuse is exact, the cheapest repair that promises to be faithful enough where
+    it is not.
 
     If every seam is a shift (same neighbours, something before them changed) the damage is small
-    and local. If a run met new neighbours, what the question looks at has to be repaired.
+    and local. If a run met new neighbours, it is expected to grow with the number of tokens near
+    heads (`damage`); the profile tells which repair leaves less than `limit` of it (KL against full
+    recompute, nats per token, on average). If none does, or the limit is 0, moved KV is not used.
     """
 
-    profile: Profile = FALLBACK
+    profile: Profile
+    limit: float
     name: str = field(default="auto", init=False)
+
+    def __post_init__(self) -> None:
+        _check("max_divergence", self.limit, 0, inf)
 
     def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
         seams = {s.seam for s in plan.moved}
-        if Seam.COMPOSITION in seams:
-            return self.profile.composition.rows(plan, probe)
-        if Seam.SHIFT in seams:
-            return self.profile.shift.rows(plan, probe)
-        return plan.rows
+        repair: RecomputePolicy | None = NoRecompute()
+        if seams and self.limit == 0:
+            repair = None
+        elif Seam.COMPOSITION in seams:
+            repair = self.profile.step(damage(plan), self.limit)
+        elif Seam.SHIFT in seams:
+            repair = self.profile.shift
+        if repair is None:
+            return _union(plan.rows, range(plan.exact_until, plan.length))
+        return repair.rows(plan, probe)
+
+
+def damage(plan: ReusePlan) -> float:
+    """Expected deviation of the prompt's KV, up to a factor: its moved tokens' share in it, each
+    counted by its distance from the seam before it."""
+    return float(_damage(plan)[moved_rows(plan)].sum()) / plan.length
 
 
 _POLICIES: dict[str, Callable[[], RecomputePolicy]] = {
     "none": NoRecompute,
     "full": FullRecompute,
     "selective": SelectiveRecompute,
+    "drift": DriftRecompute,
     "cacheblend": CacheBlendRecompute,
     "query": QueryRecompute,
 }
 
 
-def policy(choice: str | RecomputePolicy, profile: Profile) -> RecomputePolicy:
+def policy(choice: str | RecomputePolicy) -> RecomputePolicy:
     """The policy of that name with its defaults, or the object itself.
 
     Raises ConfigError for anything else.
     """
     if not isinstance(choice, str | type) and callable(getattr(choice, "rows", None)):
         return choice
-    if choice == "auto":
-        return AutoRecompute(profile)
     if not isinstance(choice, str) or choice not in _POLICIES:
         names = ", ".join(["auto", *_POLICIES])
         raise ConfigError(f"unknown recompute policy {choice!r}: choose one of {names}")

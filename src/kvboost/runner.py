@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvboost.drift import Patch
 from kvboost.kv import KVBuffer
 from kvboost.mask import layer_masks
 from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
@@ -40,11 +41,18 @@ class ModelRunner:
         return KVBuffer(self.layout, capacity)
 
     def forward(
-        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], keep: int = 1
+        self,
+        buffer: KVBuffer,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        keep: int = 1,
+        patches: Sequence[Patch] = (),
     ) -> Tensor:
         """Compute `rows` (sorted; ids[row] is row's token; ids is as long as the prompt so far) on
-        top of what the buffer holds: logits of the last `keep` rows, float32 `[keep, vocab]`."""
+        top of what the buffer holds, corrected by `patches`: logits of the last `keep` rows,
+        float32 `[keep, vocab]`."""
         cache, mask, tokens, positions = self._prepare(buffer, ids, rows)
+        cache.correct(patches)
         logits = run(self.model, tokens, positions, mask, cache, keep)
         assert logits is not None
         return logits.float()
@@ -61,12 +69,18 @@ class ModelRunner:
         return cache.deviation
 
     def attention(
-        self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], look: Look
+        self,
+        buffer: KVBuffer,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        look: Look,
+        patches: Sequence[Patch] = (),
     ) -> Tensor:
         """Compute `rows` as deep as `look` says; the attention mass that its queries give each
         position in its layers, float32 `[len(ids)]`. Zero if the model hides its attention."""
         cache, mask, tokens, positions = self._prepare(buffer, ids, rows, masked=True)
         cache.stop_at(look.depth)
+        cache.correct(patches)
         mass = torch.zeros(len(ids), device=self.layout.device)
         last = min(len(look.queries), _MAX_QUERIES)
 

@@ -26,6 +26,11 @@ _ASKING = 0.1
 PACE = 1e-3
 """Seconds a token is taken to cost until one has been measured."""
 
+_LITTLE = 0.15
+"""So small a share of a prompt is not reused: behind it attention is masked, which costs more than
+the share saves (2,400 tokens of a 135M model on two cores: 1.09 of a plain prefill with 2 or 10 %
+reused, .99 with 20 %; 1,000 tokens: 1.06, 1.02, .91)."""
+
 _PATIENCE = 5.0
 """Seconds that loading may take as long as nobody knows what computing takes."""
 
@@ -107,8 +112,10 @@ class Lookup:
             self._prefetch()
 
     def plan(self) -> ReusePlan:
-        """What would be reused, by the index alone."""
-        return make_plan(self.chunks, self._book.keys, self, move=self._move)
+        """What would be reused, by the index alone: all that can be, or nothing if it is little."""
+        plan = make_plan(self.chunks, self._book.keys, self, move=self._move)
+        reused = sum(splice.end - splice.start for splice in plan.splices)
+        return plan if reused >= _LITTLE * plan.length else ReusePlan(plan.length, ())
 
     # -- plan.Index
 

@@ -1,0 +1,91 @@
+"""`python -m benchmarks.proof RUN...`: docs/benchmarks.md and README's table, from runs of
+`kvboost bench` (the folders given as its --out)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.report import between_marks, head
+from kvboost.bench import plots
+from kvboost.bench.record import RECORD, read
+from kvboost.bench.stats import Interval, percentile
+from kvboost.bench.summary import Summary, summarise
+
+_SHORT = ("model", "workload", "requests", "tokens")
+
+
+def main(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; the first one's is drawn.")],
+    out: Annotated[Path, typer.Option(help="The repository.")] = Path(),
+) -> None:
+    """Write the tables."""
+    rows = [row for run in runs for row in _rows(run)]
+    columns = ("faster than plain [95 %]", "than prefix caching [95 %]", "reused", "KL mean")
+    full = head(*_SHORT, "system", *columns, "KL p95", "top-1", "same answer", "accuracy, points")
+    full += ["| " + " | ".join(row) + " |" for row in rows]
+    machines = [f"- `{run.name}`: {_machine(run)}" for run in runs]
+    between_marks(out / "docs" / "benchmarks.md", "\n".join([*full, "", *machines, ""]))
+    brief = head(*_SHORT, *columns, "top-1", "accuracy, points")
+    brief += [
+        "| " + " | ".join([*row[:4], *row[5:9], row[10], row[12]]) + " |"
+        for row in rows
+        if row[4] == "auto"
+    ]
+    between_marks(out / "README.md", "\n".join([*brief, ""]))
+    plots.write(read(runs[0] / RECORD)[1], out / "docs")
+
+
+def _rows(run: Path) -> Iterator[list[str]]:
+    header, records = read(run / RECORD)
+    model = Path(header["model"]).stem if header["model"] != "default" else "SmolLM2-135M"
+    for workload in header["workloads"]:
+        mine = [record for record in records if record.workload == workload]
+        for s in summarise(mine):
+            tokens = round(s.mean(lambda r: r.prompt))
+            yield [model, workload, f"{len(s.records)}", f"{tokens:,}", s.system, *_figures(s)]
+
+
+def _figures(s: Summary) -> list[str]:
+    prompt = sum(r.prompt for r in s.records)
+    reused = sum(r.reused * r.prompt for r in s.records) / prompt
+    top1, same = s.share(lambda r: r.top1), s.share(lambda r: r.same)
+    return [
+        _times(s.faster),
+        _times(s.faster_than_exact),
+        f"{reused:.0%}",
+        f"{statistics.mean(s.kl):.4f}" if s.kl else "",
+        f"{percentile(s.kl, 0.95):.4f}" if s.kl else "",
+        "" if top1 is None else f"{top1:.1%}",
+        "" if same is None else f"{same:.0%}",
+        _accuracy(s),
+    ]
+
+
+def _times(i: Interval | None) -> str:
+    return "" if i is None else f"**{i.value:.2f}x** [{i.low:.2f}, {i.high:.2f}]"
+
+
+def _accuracy(s: Summary) -> str:
+    """Its own, and the difference from full recompute's with its interval."""
+    if s.accuracy is None:
+        return ""
+    own = f"{100 * s.accuracy:.1f}"
+    if s.better is None:
+        return own
+    value, low, high = (100 * x for x in (s.better.value, s.better.low, s.better.high))
+    return f"{own} ({value:+.1f} [{low:+.1f}, {high:+.1f}])"
+
+
+def _machine(run: Path) -> str:
+    header: dict[str, Any] = read(run / RECORD)[0]
+    left_out = ("workloads", "systems", "prompts", "floor")
+    return ", ".join(f"{k} {v}" for k, v in header.items() if k not in left_out and v)
+
+
+if __name__ == "__main__":
+    typer.run(main)

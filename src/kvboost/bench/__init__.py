@@ -1,0 +1,1 @@
+"""`kvboost bench`: workloads, systems and policies on one clock, with quality beside speed."""
