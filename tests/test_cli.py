@@ -38,7 +38,7 @@ def test_our_errors_are_a_line_not_a_traceback(
 def test_info_says_what_the_model_allows(default_model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(KVBoost, "from_pretrained", lambda name: KVBoost(*default_model))
     shown = RUNNER.invoke(cli.app, ["info"]).output
-    assert "float32" in shown and "anywhere" in shown
+    assert "float32" in shown and "anywhere" in shown and "measured on a model" in shown
 
 
 def test_demo_shows_each_request_and_a_summary(default_model: Any, monkeypatch: Any) -> None:

@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def worst(*found: Profile) -> dict[str, float]:
-    return {step: 2 * max(p.divergence[step] for p in found) for step in LADDER}
+    return {step: max(p.divergence[step] for p in found) for step in LADDER}
 
 
 def test_what_was_measured_here_is_found_for_this_very_model(home: Path) -> None:
@@ -40,6 +40,7 @@ def test_what_was_measured_here_is_found_for_this_very_model(home: Path) -> None
     assert found.divergence == pytest.approx(MINE.divergence, rel=5e-3)
     assert (found.band, found.shift) == (MINE.band, MINE.shift)
     assert load_profile("another", SHAPE) != found
+    assert found.source == "calibrated here" and "this shape" in load_profile("no", SHAPE).source
     save_profile("mine", PROFILE)
     assert load_profile("mine", SHAPE).divergence == pytest.approx(PROFILE.divergence, rel=5e-3)
     assert list(path.parent.iterdir()) == [path]
@@ -54,7 +55,7 @@ def test_what_is_shipped_has_every_step(shape: str) -> None:
     assert set(to_json(found)) == set(SHIPPED[shape])
 
 
-def test_models_of_an_unknown_shape_are_taken_to_be_twice_the_worst(
+def test_models_of_an_unknown_shape_are_taken_to_be_as_the_worst(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unknown = load_profile("unknown", "gpt9-1x1")
@@ -64,7 +65,7 @@ def test_models_of_an_unknown_shape_are_taken_to_be_twice_the_worst(
     monkeypatch.setattr(profiles, "_SHIPPED", shipped)
     unknown = load_profile("unknown", SHAPE)
     assert unknown.divergence == pytest.approx(worst(MINE, PROFILE), rel=5e-3)
-    assert unknown.shift == SelectiveRecompute(32)
+    assert unknown.shift == SelectiveRecompute(32) and "kvboost calibrate" in unknown.source
 
 
 GOOD = to_json(MINE)

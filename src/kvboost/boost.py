@@ -43,6 +43,7 @@ from kvboost.upgrade import Upgrades
 @dataclass(frozen=True, slots=True)
 class Stats:
     """What a KVBoost runs and has done. `reuse`: where KV is reused, and if not everywhere, why.
+    repairs: where it is known from what moved KV does to this model.
     store: what memory holds. tiers: disk and server, if there are any. upgraded, waiting: tokens
     computed exactly while idle, and those that wait for it."""
 
@@ -50,6 +51,7 @@ class Stats:
     device: str
     fingerprint: str
     reuse: str
+    repairs: str
     requests: int
     kv_format: str
     tokens: Usage
@@ -263,6 +265,7 @@ class KVBoost:
             device=str(layout.device),
             fingerprint=self._engine.fingerprint,
             reuse=f"exact prefixes only: {support.reason}" if support.reason else "anywhere",
+            repairs=self._auto.profile.source,
             requests=self._totals["requests"],
             tokens=Usage(**{f.name: self._totals[f.name] for f in fields(Usage)}),
             kv_format=self._engine.kv_format,

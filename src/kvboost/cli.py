@@ -68,7 +68,7 @@ def info(model: Model = "default") -> None:
     stats = KVBoost.from_pretrained(model).stats()
     table = Table(show_header=False, box=None)
     for name, value in asdict(stats).items():
-        if name in ("dtype", "device", "fingerprint", "reuse"):
+        if name in ("dtype", "device", "fingerprint", "reuse", "repairs"):
             table.add_row(name, str(value))
     Console().print(table)
 

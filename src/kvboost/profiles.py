@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -23,19 +24,20 @@ def profile_path(fingerprint: str) -> Path:
 
 def load_profile(fingerprint: str, shape: str) -> Profile:
     """Of this very model, if it was calibrated here; else the one shipped for models of this shape
-    (`ModelRunner.shape`); else the worst of the shipped ones, doubled."""
+    (`ModelRunner.shape`); else the worst of the shipped ones, step by step."""
     path = profile_path(fingerprint)
     try:
-        return _parse(json.loads(path.read_bytes()))
+        return replace(_parse(json.loads(path.read_bytes())), source="calibrated here")
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         _log.warning("%s is no profile (%s): run kvboost calibrate again", path, error)
     shipped = {name: _parse(p) for name, p in json.loads(_SHIPPED.read_bytes()).items()}
     if shape in shipped:
-        return shipped[shape]
-    worst = {step: 2 * max(p.divergence[step] for p in shipped.values()) for step in LADDER}
-    return Profile(worst, shift=SelectiveRecompute(32))
+        return replace(shipped[shape], source="measured on a model of this shape")
+    worst = {step: max(p.divergence[step] for p in shipped.values()) for step in LADDER}
+    source = "measured on other models: kvboost calibrate measures this one"
+    return Profile(worst, shift=SelectiveRecompute(32), source=source)
 
 
 def save_profile(fingerprint: str, profile: Profile) -> Path:

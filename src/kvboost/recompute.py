@@ -269,12 +269,13 @@ class Profile:
 
     divergence: for each step of `LADDER`, KL in nats per token that is left, over `damage` of the
     plan. band: where the question's attention is read, as shares of the depth. shift: the repair of
-    text that only shifted.
+    text that only shifted. source: where it is from, in words.
     """
 
     divergence: Mapping[str, float]
     band: tuple[float, float] = (0.5, 0.8)
     shift: SelectiveRecompute = field(default_factory=SelectiveRecompute)
+    source: str = field(default="", compare=False)
 
     def step(self, damage: float, limit: float) -> RecomputePolicy | None:
         """The cheapest repair expected to stay under the limit; None if none does."""
