@@ -71,6 +71,8 @@ def bench(default_model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         run_module, "_WARM_UP", [Request("hi", ({"role": "user", "content": "Hi"},))]
     )
     monkeypatch.setattr(systems, "_SETTLE", 0)
+    for module in (systems, run_module):
+        monkeypatch.setattr(module, "ANSWER", 4)
 
     def made(*names: str, seed: int = 0, folder: str = "out") -> Bench:
         peers = {name: tmp_path for name in names if name == "peer"}

@@ -58,7 +58,7 @@ def calibrate(
     with Progress(console=console) as progress:
         found = measure(boost, material, prompts, progress)
     _show(found, console)
-    path = save_profile(boost.stats().fingerprint, found.profile)
+    console.print_json(json.dumps(to_json(found.profile)))
     step = found.profile.step(_TYPICAL, limit)
     what = next((n for n, m in found.profile.divergence.items() if m * _TYPICAL <= limit), "")
     console.print(
@@ -68,8 +68,8 @@ def calibrate(
         "token on, and only exact prefixes are reused.",
         highlight=False,
     )
-    console.print(f"Kept in {path}:", highlight=False)
-    console.print_json(json.dumps(to_json(found.profile)))
+    path = save_profile(boost.stats().fingerprint, found.profile)
+    console.print(f"Kept in {path}", highlight=False)
 
 
 _TYPICAL = 0.1
