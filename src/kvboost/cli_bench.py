@@ -21,7 +21,7 @@ from kvboost.bench.systems import options_of
 from kvboost.bench.workloads import WORKLOADS, generate
 
 SYSTEMS = ("plain", "exact", "auto", "drift", "query", "cacheblend", "none")
-QUICK = {"bugs": 20, "edits": 9}
+QUICK = {"bugs": 15, "edits": 7}
 _N = 50
 
 
