@@ -158,7 +158,7 @@ def test_the_command_shows_and_keeps_what_was_measured(
     small: Path, boost: KVBoost, limit: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVBoost, "from_pretrained", lambda model, dtype: boost)
-    monkeypatch.setattr("kvboost.cli_calibrate.stdlib_files", stdlib)
+    monkeypatch.setattr("kvboost.bench.material.stdlib_files", stdlib)
     monkeypatch.setenv("COLUMNS", "200")
     shown = RUNNER.invoke(
         cli.app, ["calibrate", "-n", "2", "--limit", limit], catch_exceptions=False

@@ -120,9 +120,8 @@ class KVBoost:
             self._engine.trace = TraceRecorder(Path(self.config.trace), cost)
         self._upgrades = Upgrades(self._engine, self.config.upgrade)
         self._stopping = weakref.finalize(self, self._upgrades.close)
-        profile = load_profile(fingerprint(model, tokenizer), runner.shape)
-        self._auto = AutoRecompute(profile, self.config.max_divergence)
         self._weights: int | None = None
+        self._check_weights()
         self._totals: Counter[str] = Counter()
         self._eos = _eos(model, tokenizer)
         if runner.support.reason:
@@ -286,10 +285,14 @@ class KVBoost:
         return Stopwatch(self._engine.runner.layout.device)
 
     def _check_weights(self) -> None:
-        """Weights and adapters may be swapped under us: their KV must not be found then."""
+        """Weights and adapters may be swapped under us: their KV must not be found then, and what
+        moved KV does to them may be another."""
         version = weights_version(self.model)
         if version != self._weights:
-            self._engine.fingerprint = fingerprint(self.model, self.tokenizer)
+            digest = fingerprint(self.model, self.tokenizer)
+            profile = load_profile(digest, self._engine.runner.shape)
+            self._auto = AutoRecompute(profile, self.config.max_divergence)
+            self._engine.fingerprint = digest
             self._weights = version
 
     def _prefill(self, prompt: PromptLike, options: Options) -> Prefilled:

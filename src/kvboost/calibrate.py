@@ -26,13 +26,13 @@ from kvboost.errors import ConfigError
 from kvboost.formats import measure_formats
 from kvboost.metrics import Divergence, divergence
 from kvboost.recompute import (
-    LADDER,
     NoRecompute,
     Profile,
     QueryRecompute,
     RecomputePolicy,
     SelectiveRecompute,
     damage,
+    ladder,
 )
 
 _BANDS = ((0.3, 0.6), (0.5, 0.8), (0.5, 0.95), (0.65, 0.95))
@@ -94,11 +94,7 @@ def calibrate(boost: KVBoost, material: Material, prompts: int, progress: Progre
     )
     best = min(range(len(bands)), key=lambda n: bands[n].kl)
     band = _BANDS[best] if bands[best].kl * _CLEARLY < bands[_USUAL].kl else _BANDS[_USUAL]
-    repairs = {
-        name: replace(p, first=band[0], last=band[1]) if isinstance(p, QueryRecompute) else p
-        for name, p in LADDER.items()
-    }
-    composition = bench.run("text among new neighbours", [*passages, *files], repairs)
+    composition = bench.run("text among new neighbours", [*passages, *files], ladder(band))
     enough = _WITHIN * min(m.kl for m in shift) + 1e-4
     head = next(k for k, m in zip(_HEADS, shift, strict=True) if m.kl <= enough)
     profile = Profile(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvboost.bench import report
 from kvboost.bench.items import from_items
-from kvboost.bench.material import Material, read_folder, stdlib_files
+from kvboost.bench.material import Material
 from kvboost.bench.peers import find_peers, install, known_peers, peers_folder
 from kvboost.bench.record import RECORD, read
 from kvboost.bench.run import Bench, Setup
@@ -124,7 +124,7 @@ def bench(
     counts = _counts(workload, items, n, quick)
     with console.status(f"Loading {model!r} and making requests"):
         made = Bench(Setup(model, dtype, seed, names, installed, out))
-        material = _material(made, files)
+        material = Material.of(made.boost.tokenizer, files)
         workloads = {name: generate(name, k, seed, material) for name, k in counts.items()}
         if items is not None:
             workloads[items.stem] = from_items(items, n or _N, seed, per_prompt)
@@ -148,17 +148,6 @@ def _counts(
         chosen: Sequence[str] = workload or (() if items else list(QUICK))
         return {name: n or QUICK.get(name, 9) for name in chosen}
     return dict.fromkeys(workload or (() if items else list(WORKLOADS)), n or _N)
-
-
-def _material(made: Bench, files: Path | None) -> Material:
-    tokenizer = made.boost.tokenizer
-    return Material(
-        tokens=lambda text: list(
-            tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        ),
-        text=lambda ids: str(tokenizer.decode(ids)),
-        files=read_folder(files) if files else stdlib_files(),
-    )
 
 
 def show(out: Path, console: Console) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from kvboost.bench.material import Material, read_folder, stdlib_files
+from kvboost.bench.material import Material
 from kvboost.boost import KVBoost
 from kvboost.calibrate import Calibration, Measured
 from kvboost.calibrate import calibrate as measure
@@ -48,13 +48,7 @@ def calibrate(
     """
     console = Console()
     boost = KVBoost.from_pretrained(model, dtype=dtype)
-    material = Material(
-        tokens=lambda text: list(
-            boost.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        ),
-        text=lambda ids: str(boost.tokenizer.decode(ids)),
-        files=read_folder(files) if files else stdlib_files(),
-    )
+    material = Material.of(boost.tokenizer, files)
     with Progress(console=console) as progress:
         found = measure(boost, material, prompts, progress)
     _show(found, console)

@@ -263,6 +263,15 @@ LADDER: dict[str, RecomputePolicy] = {
 """Repairs of compositions, from the cheapest to the dearest."""
 
 
+def ladder(band: tuple[float, float]) -> dict[str, RecomputePolicy]:
+    """LADDER, with the question's attention read in that band."""
+    first, last = band
+    return {
+        name: replace(p, first=first, last=last) if isinstance(p, QueryRecompute) else p
+        for name, p in LADDER.items()
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What `kvboost calibrate` measured for a model.
@@ -279,12 +288,12 @@ class Profile:
 
     def step(self, damage: float, limit: float) -> RecomputePolicy | None:
         """The cheapest repair expected to stay under the limit; None if none does."""
-        for name, policy in LADDER.items():
-            if self.divergence[name] * damage <= limit:
-                if isinstance(policy, QueryRecompute):
-                    return replace(policy, first=self.band[0], last=self.band[1])
-                return policy
-        return None
+        promising = (
+            policy
+            for name, policy in ladder(self.band).items()
+            if self.divergence[name] * damage <= limit
+        )
+        return next(promising, None)
 
 
 @dataclass(frozen=True, slots=True)

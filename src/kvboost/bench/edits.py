@@ -28,7 +28,7 @@ _CONSTANTS = (
 )
 _INSERTED = (
     "# see the discussion in issue {}",
-    "# TODO: measure this again, it took {} ms",
+    "# Measured once: it took {} ms",
     "_seen_{} = True",
     "debug_step = {}",
     "assert True, 'step {}'",

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from kvboost.errors import ConfigError
 
@@ -25,6 +26,17 @@ class Material:
     tokens: Callable[[str], list[int]]
     text: Callable[[list[int]], str]
     files: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(cls, tokenizer: Any, folder: Path | None) -> Self:
+        """With that folder's files, or the standard library's."""
+        return cls(
+            tokens=lambda text: list(
+                tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            ),
+            text=lambda ids: str(tokenizer.decode(ids)),
+            files=read_folder(folder) if folder else stdlib_files(),
+        )
 
 
 def stdlib_files() -> list[tuple[str, str]]:
