@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvboost import KVBoost
+from kvboost.bench import systems
 from kvboost.bench.record import machine as described
+from kvboost.bench.request import Request
 from kvboost.types import Document
 
 
@@ -35,37 +36,20 @@ class Reference:
 
 
 class Plain:
-    """Plain transformers: the same chat template, one forward pass a step, its own cache."""
+    """Plain transformers, as `kvboost bench` runs it, asked with a text and documents."""
 
     def __init__(self, boost: KVBoost) -> None:
-        self._boost = boost
-        known = inspect.signature(boost.model.forward).parameters
-        self._cache = "cache" if "cache" in known else "past_key_values"
+        self._plain, self._prompts = systems.Plain(boost), systems.Prompts(boost.tokenizer)
 
     def ttft(self, text: str, documents: Sequence[Document] = ()) -> float:
-        return self.answer(text, documents, 1).ttft
+        return self.answer(text, documents).ttft
 
-    @torch.inference_mode()
-    def answer(self, text: str, documents: Sequence[Document] = (), n: int = 16) -> Reference:
-        """The greedy answer of n tokens, end-of-text ones included."""
-        boost, model = self._boost, self._boost.model
-        _wait()
-        start = time.perf_counter()
-        whole = "".join(f"Document: {d.title}\n{d.text}\n\n" for d in documents) + text
-        rendered = boost.tokenizer.apply_chat_template(
-            chat(whole), tokenize=False, add_generation_prompt=True
-        )
-        tokens = boost.tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
-        out = model(tokens["input_ids"].to(model.device), use_cache=True, logits_to_keep=1)
-        logits, ids = [out.logits[0, -1:].float()], [int(out.logits[0, -1].argmax())]
-        _wait()
-        ttft = time.perf_counter() - start
-        while len(ids) < n:
-            step = torch.tensor([[ids[-1]]], device=model.device)
-            out = model(step, **{self._cache: out[self._cache]})
-            logits.append(out.logits[0, -1:].float())
-            ids.append(int(out.logits[0, -1].argmax()))
-        return Reference(ttft, ids, torch.cat(logits))
+    def answer(self, text: str, documents: Sequence[Document] = ()) -> Reference:
+        """The greedy answer of 16 tokens, end-of-text ones included."""
+        request = Request("", tuple(chat(text)), tuple(documents))
+        begun = self._plain.begin(self._prompts.make(request))
+        assert begun.reference is not None
+        return Reference(begun.ttft, begun.reference.ids, begun.reference.logits)
 
 
 def first_token(boost: KVBoost, text: str, **options: Any) -> tuple[float, float]:
