@@ -17,6 +17,7 @@ from kvboost.drift import Patch
 from kvboost.kv import KVBuffer
 from kvboost.mask import layer_masks
 from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
+from kvboost.plan import QUESTION
 from kvboost.recompute import Look
 from kvboost.support import Support, probe_support
 
@@ -82,7 +83,7 @@ class ModelRunner:
         cache.stop_at(look.depth)
         cache.correct(patches)
         mass = torch.zeros(len(ids), device=self.layout.device)
-        last = min(len(look.queries), _MAX_QUERIES)
+        last = min(len(look.queries), QUESTION)
 
         def observe(layer: int, q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> None:
             if layer in look.layers:
@@ -106,10 +107,6 @@ class ModelRunner:
         if masked or not suffix:
             mask = layer_masks(positions, length, self.layout.dtype, self.support.windows)
         return cache, mask, tokens[None], positions[None]
-
-
-_MAX_QUERIES = 128
-"""Only the last tokens of a long question are asked what they look at."""
 
 
 def _attention_mass(q: Tensor, k: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
