@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvboost import Completion, DriftRecompute, KVBoost, QueryRecompute
-from kvboost.drift import Run, patches
-from kvboost.engine import RequestProbe
+from kvboost.drift import KEYS, Run, patches
 from kvboost.kv import KVBuffer
-from kvboost.metrics import divergence
+from kvboost.metrics import Stopwatch, divergence
+from kvboost.passes import Passes
 from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
 
@@ -33,7 +33,12 @@ EVERY = DriftRecompute(1, 1)
 
 
 def corrected(
-    run: Run, rows: Sequence[int], fresh_HRD: Tensor, old_HTD: Tensor, after: int = 0
+    run: Run,
+    rows: Sequence[int],
+    fresh_HRD: Tensor,
+    old_HTD: Tensor,
+    after: int = 0,
+    share: float = 1,
 ) -> Tensor:
     """Position by position, in float64; the slow obvious way."""
     new = old_HTD.double().clone()
@@ -42,7 +47,7 @@ def corrected(
         weights = [1 / (1 + abs(at - s) / 16) for s in samples]
         for s, weight in zip(samples, weights, strict=True):
             change = fresh_HRD[:, list(rows).index(s)].double() - old_HTD[:, s].double()
-            new[:, at] += weight / (0.5 + sum(weights)) * change
+            new[:, at] += share * weight / (0.5 + sum(weights)) * change
     return new
 
 
@@ -63,7 +68,7 @@ def passes(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
 def spread(runs: list[Run], rows: list[int], fresh: Tensor, old: Tensor, after: int = 0) -> Tensor:
     new = old.clone()
     for patch in patches(runs, rows, after, old):
-        patch.spread(fresh, new)
+        patch.spread(fresh, new, KEYS)
     return new
 
 
@@ -151,13 +156,13 @@ def test_every_layer_is_corrected_by_its_own_fresh_kv(family: str) -> None:
     runner, old = moved(family)
     new, run = copied(old), Run(40, 150, (40, 44, 60, 100, 149))
     rows = sorted({*run.samples, 41, *range(200, len(KNOWN))})
-    probe = RequestProbe(runner, new, KNOWN)
+    probe = Passes(runner, new, KNOWN, Stopwatch(torch.device("cpu")))
     probe.spread([run])
     with torch.inference_mode():
         probe.forward(rows)
     for layer in range(runner.layers):
-        for before, now in zip(old.layer(layer), new.layer(layer), strict=True):
-            expected = corrected(run, rows, now[:, rows], before)
+        for before, now, share in zip(old.layer(layer), new.layer(layer), (1, 0.5), strict=True):
+            expected = corrected(run, rows, now[:, rows], before, share=share)
             expected[:, rows] = now[:, rows].double()
             torch.testing.assert_close(now.double(), expected, atol=1e-4, rtol=0)
             assert torch.equal(now[:, :40], before[:, :40])
@@ -169,7 +174,7 @@ def test_a_probe_corrects_and_the_pass_after_it_does_not_again() -> None:
     runner, old = moved("llama")
     buffer, run = copied(old), Run(40, 150, (40, 50, 90))
     asked = [*run.samples, *range(320, len(KNOWN))]
-    probe = RequestProbe(runner, buffer, KNOWN)
+    probe = Passes(runner, buffer, KNOWN, Stopwatch(torch.device("cpu")))
     probe.spread([run])
     with torch.inference_mode():
         look = Look(range(len(KNOWN) - 5, len(KNOWN)), range(1, 3), runner.layers)
@@ -204,7 +209,7 @@ def tell(made: KVBoost, drift: Any, **options: Any) -> Completion:
 def test_where_every_token_is_a_sample_all_is_computed(
     family: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.engine._BLOCK", block)
+    monkeypatch.setattr("kvboost.passes._BLOCK", block)
     made = primed(family)
     answer = tokens(5, 6)
     full, every = (
@@ -225,7 +230,7 @@ def test_what_nobody_computed_is_never_looked_at(
     family: str, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever stood in the buffer's memory before."""
-    monkeypatch.setattr("kvboost.engine._BLOCK", 16)
+    monkeypatch.setattr("kvboost.passes._BLOCK", 16)
     made, found = primed(family), []
     runner, new_buffer = made._engine.runner, made._engine.runner.new_buffer
     for garbage in (0.0, float("nan")):
@@ -320,5 +325,5 @@ def test_correcting_beats_computing_the_same_rows(
     read: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drift = sum(case.apart("drift") for case in read)
-    monkeypatch.setattr(RequestProbe, "spread", lambda probe, runs: None)
+    monkeypatch.setattr(Passes, "spread", lambda probe, runs: None)
     assert drift < sum(case.apart("drift") for case in read)

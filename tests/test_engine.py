@@ -652,7 +652,7 @@ def test_a_pace_is_learned_from_long_passes() -> None:
 
 
 def test_blocks_never_end_in_another_rope_regime(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.engine._BLOCK", 32)
+    monkeypatch.setattr("kvboost.passes._BLOCK", 32)
     made, prefix = boost("phi3-longrope"), tokens(60, 1)  # long from 128 tokens on
     made.generate([*prefix, *tokens(200, 2)], max_new_tokens=1)
     asked = [*prefix, *tokens(180, 3)]

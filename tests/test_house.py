@@ -17,10 +17,10 @@ TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "p
 
 AROUND = {
     *("cli.py", "cli_bench.py", "cli_cache.py", "cli_calibrate.py", "calibrate.py"),
-    *("demo.py", "explain.py", "hub.py", "upgrade.py"),
+    *("demo.py", "explain.py", "hub.py", "loading.py", "fingerprint.py", "upgrade.py"),
     *("formats.py", "numerics.py", "profiles.py", "support.py"),
 }
-FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3500
+FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3700
 
 
 def lines(path: Path) -> int:
@@ -50,14 +50,17 @@ def test_file_and_functions_keep_their_budget(path: Path) -> None:
 def test_core_keeps_its_budget() -> None:
     """Core: what a request passes through. Without what shows things to people, finds models or
     finds out about them when they are loaded, and without the store's formats and tiers, which have
-    a folder and limits of their own."""
+    a folder and limits of their own. 3,500 lines, and 200 since requests may be computed together
+    (`generation.py`, `passes.py`, `BatchCache`)."""
     core = [f for f in FILES if f.parent == SRC and f.name not in AROUND]
     assert sum(map(lines, core)) <= CORE_LINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
-def test_only_model_imports_transformers(path: Path) -> None:
-    if path != SRC / "model.py" and path.parent.name != "adapters":  # run by peers' own pythons
+def test_only_the_border_imports_transformers(path: Path) -> None:
+    if (
+        path not in (SRC / "model.py", SRC / "loading.py") and path.parent.name != "adapters"
+    ):  # run by peers' own pythons
         assert "transformers" not in imported(path)
 
 

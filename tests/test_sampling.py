@@ -96,7 +96,7 @@ def test_greedy_takes_the_largest_and_eos_ends_without_text() -> None:
     assert not one.finished
     assert one.take(torch.tensor([[0.0] * 65 + [1.0, 2.0]]), ids) == ""
     assert one.finished and one.finish_reason == "stop"
-    assert (ids, one.text) == ([7, 65, 66], "A")
+    assert (one.ids, one.text) == ([65, 66], "A")
 
 
 def test_a_stop_string_ends_the_answer() -> None:

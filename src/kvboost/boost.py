@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -24,6 +25,7 @@ from kvboost.errors import ConfigError, PromptError
 from kvboost.explain import Explanation, explain
 from kvboost.fingerprint import fingerprint, weights_version
 from kvboost.formats import STORAGE_SHARE, choose_format
+from kvboost.generation import Generation
 from kvboost.metrics import Stopwatch
 from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
 from kvboost.numerics import choose_device, choose_dtype
@@ -32,11 +34,11 @@ from kvboost.profiles import load_profile
 from kvboost.prompt import DocumentLike, Prompt, PromptBuilder, PromptLike, as_list
 from kvboost.recompute import AutoRecompute, NoRecompute
 from kvboost.runner import ModelRunner
-from kvboost.sampling import Answer, Sampling
+from kvboost.sampling import Answer
 from kvboost.store import StoreStats, TierStats
 from kvboost.store.opening import open_seal, open_store
 from kvboost.store.trace import Cost, TraceRecorder
-from kvboost.types import Completion, Timing, Usage
+from kvboost.types import Completion, Usage
 from kvboost.upgrade import Upgrades
 
 
@@ -118,9 +120,10 @@ class KVBoost:
         if self.config.trace is not None:
             cost = Cost(bytes_per_token=runner.layout.bytes_per_token)
             self._engine.trace = TraceRecorder(Path(self.config.trace), cost)
-        self._upgrades = Upgrades(self._engine, self.config.upgrade)
+        self._upgrades = Upgrades(model, self.config.upgrade)
         self._stopping = weakref.finalize(self, self._upgrades.close)
         self._weights: int | None = None
+        self._whole: KVBoost | None = None
         self._check_weights()
         self._totals: Counter[str] = Counter()
         self._eos = _eos(model, tokenizer)
@@ -160,7 +163,7 @@ class KVBoost:
     def stream(self, prompt: PromptLike, **options: Unpack[GenerateOptions]) -> Stream:
         """Like `generate`, piece by piece: iterate for text; `completion` is there at the end."""
         clock = self._clock()
-        steps = self._run(prompt, Options.of(options, self._auto), clock)
+        steps = self._run(prompt, self.parse(options), clock)
         return Stream(self._upgrades.traffic.during(steps))
 
     def prefill(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Cache:
@@ -171,7 +174,7 @@ class KVBoost:
         `cache.batch_repeat_interleave(num_beams)`) then work on reused KV. Assisted decoding of
         transformers 5 goes wrong on any cache that is not empty. The cache is the caller's.
         """
-        prefilled = self._prefill(prompt, Options.of(options, self._auto))
+        prefilled = self._prefill(prompt, self.parse(options))
         keep = len(prefilled.prompt.ids) - 1
         layers = [prefilled.buffer.layer(n) for n in range(self._engine.runner.layers)]
         return plain_cache(
@@ -188,8 +191,8 @@ class KVBoost:
         """
         if not answer:
             raise PromptError("the answer is empty: give at least one token id")
-        parsed, clock = Options.of(options, self._auto), self._clock()
-        built = self._build(prompt, parsed, clock)
+        parsed, clock = self.parse(options), self._clock()
+        built = self.build(prompt, parsed, clock)
         room = self._engine.room(len(built.ids), len(answer))
         if room < len(answer):
             raise PromptError(f"the answer is {len(answer) - room} tokens over the model's window")
@@ -222,8 +225,8 @@ class KVBoost:
     def explain(self, prompt: PromptLike, **options: Unpack[PromptOptions]) -> Explanation:
         """What would be reused of a prompt, chunk by chunk, and what differs at the first miss.
         Computes nothing and stores nothing."""
-        parsed = Options.of(options, self._auto)
-        built = self._build(prompt, parsed, self._clock())
+        parsed = self.parse(options)
+        built = self.build(prompt, parsed, self._clock())
         return explain(self._engine, built, parsed.reuse, self._prompts.decode)
 
     def clear(self) -> None:
@@ -298,11 +301,11 @@ class KVBoost:
     def _prefill(self, prompt: PromptLike, options: Options) -> Prefilled:
         """Prefill and store, without an answer."""
         clock = self._clock()
-        built, weights = self._build(prompt, options, clock), self._weights
+        built, weights = self.build(prompt, options, clock), self._weights
         with self._upgrades.traffic.request():
             prefilled = self._engine.prefill(built, options.reuse, options.policy, 0, clock)
             self._harvest(prefilled, built.ids, options, weights)
-        self._account(prefilled.usage)
+        self.account(prefilled.usage)
         return prefilled
 
     def _harvest(
@@ -311,11 +314,35 @@ class KVBoost:
         """Store what a request computed, unless the weights were swapped since it began."""
         if options.reuse != "off" and weights_version(self.model) == weights:
             self._engine.harvest(prefilled, ids)
-            self._upgrades.add(prefilled, ids, weights)
+            self._upgrades.add(self._engine, prefilled, ids, weights)
 
-    def _build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
+    def _run(
+        self, prompt: PromptLike, options: Options, clock: Stopwatch
+    ) -> Generator[str, None, Completion]:
+        made, sound = self.begin(self.build(prompt, options, clock), options, clock), False
+        try:
+            yield from made.steps(self._engine)
+            sound = True
+        except GeneratorExit:
+            sound = True
+            raise
+        finally:
+            if sound:  # a step that failed half-way may have left anything in the buffer
+                self.store(made)
+            clock.lap("store")
+            self.account(made.usage)
+        return made.completion()
+
+    # -- for whoever computes the steps of several requests together
+
+    def parse(self, options: PromptOptions | GenerateOptions) -> Options:
+        """Options, checked. Raises ConfigError."""
+        return Options.of(options, self._auto)
+
+    def build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
+        """Token ids and borders. Raises PromptError."""
         self._check_weights()
-        built = self._prompts.build(prompt, options.documents, options.segments)
+        built = self._prompts.build(prompt, options.documents, options.segments, options.tools)
         vocabulary = self.model.config.get_text_config().vocab_size
         if max(built.ids) >= vocabulary:
             raise PromptError(
@@ -324,55 +351,43 @@ class KVBoost:
         clock.lap("tokenize")
         return built
 
-    def _run(
-        self, prompt: PromptLike, options: Options, clock: Stopwatch
-    ) -> Generator[str, None, Completion]:
-        engine, sampling = self._engine, options.sampling
-        built, weights = self._build(prompt, options, clock), self._weights
-        limit = engine.room(len(built.ids), sampling.max_new_tokens)
-        prefilled = engine.prefill(built, options.reuse, options.policy, limit - 1, clock)
-        device, processors = engine.runner.layout.device, _processors(sampling)
-        answer = Answer(sampling, processors, self._prompts.decode, self._eos, device)
-        ids, ttft, sound = list(built.ids), 0.0, False
-        try:
-            for n in range(limit):
-                logits = engine.step(prefilled, ids) if n else prefilled.logits
-                piece = answer.take(logits, ids)
-                clock.lap("decode" if n else "sample")
-                ttft = ttft or clock.elapsed()
-                if piece:
-                    yield piece
-                    clock.skip()
-                if answer.finished:
-                    break
-            if piece := answer.end():
-                yield piece
-                clock.skip()
-            sound = True
-        except GeneratorExit:
-            sound = True
-            raise
-        finally:
-            if sound:  # a step that failed half-way may have left anything in the buffer
-                done = ids[: max(len(built.ids), len(ids) - 1)]
-                self._harvest(prefilled, done, options, weights)
-            clock.lap("store")
-            usage = replace(prefilled.usage, generated=len(ids) - len(built.ids))
-            self._account(usage)
-        return Completion(
-            text=answer.text,
-            token_ids=tuple(ids[len(built.ids) :]),
-            finish_reason=answer.finish_reason,
-            usage=usage,
-            timing=_timing(clock, ttft),
-            policy=options.policy.name,
-            exact=prefilled.exact,
-            passes=prefilled.passes,
-        )
+    def begin(self, built: Prompt, options: Options, clock: Stopwatch) -> Generation:
+        """Prefill: what comes of it has its first logits, and no token yet."""
+        limit = self._engine.room(len(built.ids), options.sampling.max_new_tokens)
+        weights = self._weights
+        prefilled = self._engine.prefill(built, options.reuse, options.policy, limit - 1, clock)
+        return Generation(prefilled, self._answer(options), limit, options, weights, clock)
 
-    def _account(self, usage: Usage) -> None:
+    def fork(self, made: Generation, options: Options, clock: Stopwatch) -> Generation:
+        """Another answer to the same prompt, which is not computed again."""
+        tokens = len(made.prefilled.prompt.ids)
+        limit = self._engine.room(tokens, options.sampling.max_new_tokens)
+        prefilled = made.prefilled.copy(limit - 1)
+        return Generation(prefilled, self._answer(options), limit, options, made.weights, clock)
+
+    def store(self, made: Generation) -> None:
+        """Keep the KV that it has computed so far."""
+        self._harvest(made.prefilled, made.stored, made.options, made.weights)
+
+    def account(self, usage: Usage) -> None:
+        """Count a request that is over."""
         self._totals.update(asdict(usage))
         self._totals["requests"] += 1
+
+    def scoped(self, namespace: str, shared: str | None = None) -> Self:
+        """The same model and store, seen from another namespace. What is stored under `shared` is
+        found too, and nothing is stored there."""
+        other = copy(self)
+        other._whole = self  # closes the store when it is collected
+        other.config = replace(self.config, namespace=namespace)
+        other._engine = copy(self._engine)
+        other._engine.namespace, other._engine.shared = other.config.namespace, shared
+        return other
+
+    def _answer(self, options: Options) -> Answer:
+        s, device = options.sampling, self._engine.runner.layout.device
+        processors = logits_processors(s.temperature, s.top_k, s.top_p, s.repetition_penalty)
+        return Answer(s, processors, self._prompts.decode, self._eos, device)
 
 
 def _eos(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
@@ -380,12 +395,3 @@ def _eos(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     listed = getattr(model.generation_config, "eos_token_id", None)
     ids = listed if isinstance(listed, list) else [listed]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
-
-
-def _processors(s: Sampling) -> Any:
-    return logits_processors(s.temperature, s.top_k, s.top_p, s.repetition_penalty)
-
-
-def _timing(clock: Stopwatch, ttft: float) -> Timing:
-    parts = {f.name: clock.parts[f.name] for f in fields(Timing) if f.name in clock.parts}
-    return Timing(ttft=ttft, total=ttft + parts.get("decode", 0) + parts.get("store", 0), **parts)

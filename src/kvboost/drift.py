@@ -23,6 +23,9 @@ _REACH = 16.0
 _DOUBT = 0.5
 """Weight of the moved KV as it is, against 1 for a sample at the same place."""
 
+KEYS, VALUES = 1.0, 0.5
+"""How much of the correction is taken: samples tell less of values than of keys (docs/adr/0008)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -42,12 +45,13 @@ class Patch:
     rows_S: Tensor
     weights_NS: Tensor
 
-    def spread(self, fresh_HRD: Tensor, buffer_HTD: Tensor) -> None:
-        """Add to the span what the samples' fresh KV is away from the buffer's, weighed."""
+    def spread(self, fresh_HRD: Tensor, buffer_HTD: Tensor, share: float) -> None:
+        """Add to the span `share` of what the samples' fresh KV is away from the buffer's, weighed
+        by distance."""
         change = fresh_HRD[:, self.take_S] - buffer_HTD[:, self.rows_S]
         weights = self.weights_NS.expand(len(change), -1, -1)
         span = buffer_HTD[:, self.span]
-        span.copy_(torch.baddbmm(span, weights, change))
+        span.copy_(torch.baddbmm(span, weights, change, alpha=share))
 
 
 def patches(runs: Sequence[Run], rows: Sequence[int], after: int, like: Tensor) -> Iterator[Patch]:

@@ -6,7 +6,7 @@ Knows token ids, not text. Locks step by step, so that several threads may have 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvboost.chunking import Chunker
 from kvboost.config import KVFormat
-from kvboost.drift import Patch, Run, patches
 from kvboost.errors import ConfigError, PromptError
 from kvboost.keys import ChunkKey, KeySpace
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
+from kvboost.passes import Passes, Pauses
 from kvboost.plan import Entry, ReusePlan, lineages
 from kvboost.prompt import Prompt
-from kvboost.recompute import Look, RecomputePolicy, moved_rows
+from kvboost.recompute import RecomputePolicy, moved_rows
 from kvboost.runner import ModelRunner
 from kvboost.store import (
     ChunkStore,
@@ -36,71 +36,8 @@ from kvboost.store.store import PACE
 from kvboost.store.trace import TraceRecorder
 from kvboost.types import Chunk, ForwardPass, Reuse, Usage
 
-_BLOCK = 512
-"""Rows of a pass behind a prefix. 1,760 tokens with 26 of them stored cost 1.06 of a plain prefill
-in blocks of 512, 1.09 to 1.10 in 256 or 1,024, and 1.30 in one pass (135M, bf16, 2 cores)."""
-
 _PACED = 64
 """Rows that a pass must have to tell how long a token takes."""
-
-
-@dataclass
-class RequestProbe:
-    """What a policy may ask of the request in hand; keeps the account of it."""
-
-    runner: ModelRunner
-    buffer: KVBuffer
-    ids: Sequence[int]
-    passes: list[ForwardPass] = field(default_factory=list)
-    computed: set[int] = field(default_factory=set)
-    mass: Tensor | None = None
-    runs: Sequence[Run] = ()
-
-    @property
-    def layers(self) -> int:
-        return self.runner.layers
-
-    def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
-        self._count(rows, layer)
-        return self.runner.deviation(self.buffer, self.ids, rows, layer)
-
-    def attention(self, rows: Sequence[int], look: Look) -> Tensor:
-        self._count(rows, look.depth)
-        patched, self.runs = self._patches(rows, 0), ()
-        self.mass = self.runner.attention(self.buffer, self.ids, rows, look, patched)
-        return self.mass
-
-    def spread(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-
-    def _patches(self, rows: Sequence[int], after: int) -> list[Patch]:
-        return list(patches(self.runs, rows, after, self.buffer.k[0]))
-
-    def forward(self, rows: Sequence[int]) -> Tensor:
-        """Compute `rows` through all layers, a block at a time: the last logits.
-
-        Behind a prefix attention is masked, and masked attention costs all keys that are there: a
-        block sees those up to its own end. The whole prompt takes the causal path, in one pass.
-        """
-        count = 1 if len(rows) == len(self.ids) else -(-len(rows) // _BLOCK)
-        cuts = [len(rows) * n // count for n in range(count + 1)]
-        # LongRoPE takes its frequencies from a pass's last position: none ends in another regime.
-        regime = self.runner.support.regime
-        whole = regime(len(self.ids))
-        cuts = [0, *(c for c in cuts[1:-1] if regime(rows[c - 1] + 1) == whole), len(rows)]
-        after = 0
-        for start, end in pairwise(cuts):
-            block = rows[start:end]
-            self._count(block, self.layers)
-            patched = self._patches(block, after)
-            after = block[-1] + 1
-            logits = self.runner.forward(self.buffer, self.ids[:after], block, patches=patched)
-        return logits
-
-    def _count(self, rows: Sequence[int], layers: int) -> None:
-        self.passes.append(ForwardPass(len(rows), layers))
-        if layers == self.layers:
-            self.computed.update(rows)
 
 
 @dataclass(frozen=True)
@@ -108,7 +45,7 @@ class Prefilled:
     """A prompt whose KV is in its buffer. logits: the last token's, float32 `[1, vocab]`.
 
     KV in [0, exact_until) has exactly this prompt's context. `rounded`: some of what was used had
-    been stored quantised. computed, mass: what `RequestProbe` noted.
+    been stored quantised. computed, mass: what `Passes` noted.
     """
 
     prompt: Prompt
@@ -127,12 +64,18 @@ class Prefilled:
         """Whether the logits are those of full recompute, up to kernel noise."""
         return self.exact_until == len(self.prompt.ids) and not self.rounded
 
+    def copy(self, room: int) -> Prefilled:
+        """The same, in a buffer of its own with `room` for more tokens."""
+        tokens = len(self.prompt.ids)
+        return replace(self, buffer=self.buffer.copy(tokens, tokens + room))
+
 
 class Engine:
     """The straight line. Everything it needs is handed in; it owns nothing but the order.
 
     `fingerprint` is the caller's to set before the first request, and whenever weights change.
-    `seal` encrypts what leaves this process, `trace` records what was asked for; both may be set.
+    `seal` encrypts what leaves this process, `trace` records what was asked for, `pauses` lets
+    others run in between, `shared` is a namespace that is searched too: each may be set.
     """
 
     def __init__(
@@ -146,8 +89,10 @@ class Engine:
         self.runner = runner
         self.store = store
         self.chunker = chunker
-        self._namespace, self.kv_format = namespace, kv_format
+        self.namespace, self.kv_format = namespace, kv_format
         self.fingerprint = ""
+        self.shared: str | None = None
+        self.pauses: Pauses | None = None
         self.seal: Seal | None = None
         self.trace: TraceRecorder | None = None
         self._pace: float | None = None
@@ -169,12 +114,13 @@ class Engine:
             place_run(splice, kvs, buffer)
         clock.lap("assemble")
         with self.runner.lock:
-            probe = RequestProbe(self.runner, buffer, ids)
+            probe = Passes(self.runner, buffer, ids, clock, self.pauses)
             rows = policy.rows(plan, probe) if plan.moved or reuse != "exact" else plan.rows
             _check_rows(rows, plan, probe.computed, policy.name)
             clock.lap("probe")
             logits = probe.forward(rows)
-            self._note_pace(clock.lap("forward"), len(rows))
+            clock.lap("forward")
+            self._note_pace(clock.parts["forward"], len(rows))
         made = _prefilled(prompt, plan, rows, probe, logits)
         reused = made.usage.exact + made.usage.moved > 0
         return replace(made, rounded=reused and self.kv_format != "raw")
@@ -219,14 +165,17 @@ class Engine:
     def lookup(self, prompt: Prompt, reuse: Reuse) -> Lookup:
         """What is stored of a prompt, and what of it would be reused."""
         length = len(prompt.ids)
+        books = [self.book(length)]
+        if self.shared is not None:
+            books.append(books[0]._replace(keys=self.keys(length, self.shared)))
         return self.store.lookup(
             self.chunker.split(prompt.ids, prompt.borders),
-            self.book(length),
+            books,
             self._pace,
             move=reuse == "auto" and self.runner.support.movable(length),
         )
 
-    def keys(self, length: int) -> KeySpace:
+    def keys(self, length: int, namespace: str | None = None) -> KeySpace:
         """The key space of prompts of this length. Formats of stored KV don't mix: what is found
         is as precise as what was asked for. Nor do seals: what can't be opened isn't in the way."""
         regime = self.runner.support.regime(length) or ""
@@ -234,7 +183,7 @@ class Engine:
             regime = f"{regime} {self.kv_format}"
         if self.seal is not None:
             regime = f"{regime} sealed {self.seal.name}"
-        return KeySpace(self.fingerprint, self._namespace, regime)
+        return KeySpace(self.fingerprint, namespace or self.namespace, regime)
 
     def book(self, length: int) -> Codebook:
         """How entries of that key space are written and read."""
@@ -247,6 +196,14 @@ class Engine:
             lineages(chunks, len(prompt.ids), self.keys(len(prompt.ids))), seconds
         )
 
+    def pin_used(self, made: Prefilled, tokens: int, seconds: float) -> bool:
+        """Keep what is stored of the prompt's first `tokens`, and what they were moved from."""
+        chunks = self.chunker.split(made.prompt.ids, made.prompt.borders)
+        chain = lineages(chunks, made.exact_until, self.keys(len(made.prompt.ids)))
+        keys = [k for c, k in zip(chunks, chain, strict=True) if c.end <= tokens]
+        keys += [p.entry.key for s in made.plan.splices if s.start < tokens for p in s.pieces]
+        return self.store.memory.pin([k for k in keys if self.store.memory.get(k)], seconds)
+
     @torch.inference_mode()
     def step(self, prefilled: Prefilled, ids: Sequence[int]) -> Tensor:
         """Compute the last of `ids` (the prompt and the answer so far): logits `[1, vocab]`."""
@@ -258,6 +215,23 @@ class Engine:
             return self.runner.forward(
                 prefilled.buffer, ids, range(0 if again else length - 1, length)
             )
+
+    @torch.inference_mode()
+    def steps(self, requests: Sequence[tuple[Prefilled, Sequence[int]]]) -> Tensor:
+        """`step` for several requests, in one pass as far as they rotate alike: logits
+        `[requests, vocab]`."""
+        alike = [
+            n for n, (_, ids) in enumerate(requests) if self.runner.support.regime(len(ids)) == ""
+        ]
+        if len(alike) < 2:
+            return torch.cat([self.step(*request) for request in requests])
+        with self.runner.lock:
+            logits = self.runner.steps(
+                [requests[n][0].buffer for n in alike], [requests[n][1] for n in alike]
+            )
+        found = {n: logits[i : i + 1] for i, n in enumerate(alike)}
+        each = [found[n] if n in found else self.step(*r) for n, r in enumerate(requests)]
+        return torch.cat(each)
 
     @torch.inference_mode()
     def score(self, prefilled: Prefilled, answer: Sequence[int]) -> Tensor:
@@ -280,7 +254,7 @@ class Engine:
         buffer. `ids` are the tokens whose KV is there.
 
         Only KV of exact context goes under prefix keys. Moved KV is not stored again, so that its
-        error is not passed on under new names.
+        error is not passed on under new names; nor is what was found in the shared namespace.
         """
         regime = self.runner.support.regime
         if regime(len(ids)) is None:
@@ -297,14 +271,16 @@ class Engine:
             answer = sum(chunk.end > len(prefilled.prompt.ids) for chunk in chunks)
             self.trace.record(chunks, lineages(chunks, len(ids), keys), contents, answer)
         spared = {*lineage, *(p.entry.key for s in prefilled.plan.splices for p in s.pieces)}
+        exact = [p.entry for s in prefilled.plan.splices if s.exact for p in s.pieces]
+        shared = {(e.position, e.ids) for e in exact if e.key not in lineage}
         for key, share in _shares(prefilled).items():
             self.store.memory.hit(key, share)
         parent = keys.root
         for chunk, key, content in zip(chunks, lineage, contents, strict=True):
             entry = Entry(key, parent, content, chunk.ids, chunk.start)
             parent = key
-            mine = entry.exact or not _touches_moved(chunk, prefilled.plan)
-            if mine and self.store.memory.wants(entry):
+            wanted = entry.exact or not _touches_moved(chunk, prefilled.plan)
+            if wanted and (chunk.start, chunk.ids) not in shared and self.store.memory.wants(entry):
                 kv = prefilled.buffer.cut(chunk.start, chunk.end)
                 packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
                 self.store.put(entry, packed, self.seconds(len(chunk)), spared, book)
@@ -344,7 +320,7 @@ def _touches_moved(chunk: Chunk, plan: ReusePlan) -> bool:
 
 
 def _prefilled(
-    prompt: Prompt, plan: ReusePlan, rows: Sequence[int], probe: RequestProbe, logits: Tensor
+    prompt: Prompt, plan: ReusePlan, rows: Sequence[int], probe: Passes, logits: Tensor
 ) -> Prefilled:
     """The account: each token in one class, and how far the KV is exact."""
     length, until = plan.length, plan.exact_until

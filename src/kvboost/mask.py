@@ -31,3 +31,19 @@ def layer_masks(
     """
     masks = {kind: causal_mask(rows, length, dtype, w) for kind, w in windows.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def step_masks(
+    positions: Tensor, length: int, dtype: torch.dtype, windows: Mapping[str, int | None]
+) -> Tensor | dict[str, Tensor | None] | None:
+    """For one token each of several requests, at `positions` `[B, 1]`: `[B, 1, 1, length]`, which
+    hides what is out of its window. None where there is nothing to hide: each request attends to
+    its own tokens only."""
+
+    def mask(window: int | None) -> Tensor | None:
+        if window is None or length <= window:
+            return None
+        return causal_mask(positions[:, 0], length, dtype, window).transpose(0, 2)
+
+    masks = {kind: mask(window) for kind, window in windows.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))

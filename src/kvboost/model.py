@@ -1,37 +1,22 @@
-"""The border to transformers: the only file that imports it, and where its exceptions are mapped.
+"""How transformers runs a model on KV of ours: its caches, attention and logits processors.
 
-Knows nothing of where models lie (`hub.py` does) nor of reuse.
+This file and `loading.py` are the border: nothing else imports transformers.
 """
 
 from __future__ import annotations
 
 import inspect
-import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
-from gguf import GGUFReader
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
-    PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    modeling_gguf_pytorch_utils,
 )
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import (
@@ -42,141 +27,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-from transformers.utils import logging
 
-from kvboost.drift import Patch
-from kvboost.errors import ConfigError, ModelFileError, ModelNotFoundError, UnsupportedModelError
+from kvboost.drift import KEYS, VALUES, Patch
 from kvboost.kv import KVBuffer
 
-Mask = Tensor | dict[str, Tensor] | None
-
-# transformers keeps GGUF weights quantised unless told otherwise since it has this class.
-GgufConfig = getattr(transformers, "GgufConfig", None)
-# What its readers raise on a file that isn't what it claims to be.
-_BROKEN = (
-    *(ValueError, LookupError, RuntimeError, TypeError, ImportError),
-    *(struct.error, SafetensorError, StrictDataclassError),
-)
-
-
-def read_model(
-    folder: Path | str,
-    gguf_file: str | None,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    attn_implementation: str | None,
-) -> PreTrainedModel:
-    """Load a causal language model from a local folder or a Hugging Face id, ready to run.
-
-    A `gguf_file` (in `folder`) is dequantised. Raises ModelNotFoundError, ModelFileError,
-    UnsupportedModelError, or ConfigError for another attention than "sdpa" and "eager".
-    """
-    if attn_implementation not in (None, "sdpa", "eager"):
-        raise ConfigError(f"attention {attn_implementation!r}: choose 'sdpa' or 'eager'")
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
-        if GgufConfig is not None:
-            options["quantization_config"] = GgufConfig(dequantize=True)
-    with _border(folder):
-        if gguf_file is None:
-            options["config"] = _read_config(folder)
-        model = _read(AutoModelForCausalLM, folder, **options)
-    return model.to(device).eval()
-
-
-def read_tokenizer(folder: Path | str, gguf_file: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside a model; raises as `read_model` does."""
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    with _border(folder):
-        tokenizer = _read(AutoTokenizer, folder, **options)
-        if gguf_file is not None and GgufConfig is None:
-            _repair_special_tokens(tokenizer, Path(folder) / gguf_file)
-    return tokenizer
-
-
-def write_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str
-) -> None:
-    """Write both as safetensors and JSON into `folder`; OSError if the disk refuses."""
-    with _quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-
-def _read(kind: Any, folder: Path | str, **options: Any) -> Any:
-    """From disk if all is there: without a network, asking Hugging Face first takes minutes."""
-    options["trust_remote_code"] = False
-    if not Path(folder).exists():
-        cached = try_to_load_from_cache(str(folder), "config.json")
-        if isinstance(cached, str):
-            with suppress(OSError, ValueError):  # a download that was cut short
-                return kind.from_pretrained(Path(cached).parent, **options)
-    return kind.from_pretrained(folder, **options)
-
-
-def _read_config(folder: Path | str) -> PretrainedConfig:
-    try:
-        config = _read(AutoConfig, folder)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{folder}: {_first_line(error)}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(
-            f"{folder} is a {config.model_type!r} model; KVBoost runs causal language models"
-        )
-    return config
-
-
-def _repair_special_tokens(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
-    """Set them as the file says: transformers before GgufConfig swaps BOS and EOS, forces a BOS."""
-    fields = GGUFReader(path).fields
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if field := fields.get(f"tokenizer.ggml.{theirs}_token_id"):
-            token = tokenizer.convert_ids_to_tokens(int(field.parts[-1][0]))
-            setattr(tokenizer, f"{ours}_token", token)
-    if field := fields.get("tokenizer.ggml.add_bos_token"):
-        tokenizer.add_bos_token = bool(field.parts[-1][0])
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-
-
-@contextmanager
-def _border(folder: Path | str) -> Iterator[None]:
-    """Run transformers quietly and turn what it raises into errors of ours."""
-    try:
-        with _quiet():
-            yield
-    except OSError as error:
-        if Path(folder).exists():
-            raise ModelFileError(f"can't read {folder}: {_first_line(error)}") from error
-        raise ModelNotFoundError(
-            f"no model {str(folder)!r} here or at Hugging Face ({_first_line(error)}). "
-            f"To install it: hf download {folder}"
-        ) from error
-    except _BROKEN as error:
-        raise ModelFileError(f"{folder} is broken: {_first_line(error)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide loading bars and advice a user can't act on; download bars stay."""
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    downloads = not are_progress_bars_disabled()
-    gguf_bar = modeling_gguf_pytorch_utils.tqdm  # has no switch of its own
-    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    if downloads:
-        enable_progress_bars()
-    try:
-        yield
-    finally:
-        modeling_gguf_pytorch_utils.tqdm = gguf_bar
-        logging.set_verbosity(level)
-        if bars and downloads:
-            logging.enable_progress_bar()
+Mask = Tensor | Mapping[str, Tensor | None] | None
 
 
 class _StopForward(Exception):
@@ -184,12 +39,12 @@ class _StopForward(Exception):
 
 
 class _BufferLayer(CacheLayerMixin):
-    """One layer of a RowCache."""
+    """One layer of a cache of ours."""
 
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: RowCache, layer: int) -> None:
+    def __init__(self, cache: RowCache | BatchCache, layer: int) -> None:
         super().__init__()
         self._cache = cache
         self._layer = layer
@@ -251,8 +106,8 @@ class RowCache(Cache):
                 self.deviation = _distance(k[0], k_buffer[:, at]) + _distance(v[0], v_buffer[:, at])
             raise _StopForward
         for patch in self._patches:
-            patch.spread(k[0], k_buffer)
-            patch.spread(v[0], v_buffer)
+            patch.spread(k[0], k_buffer, KEYS)
+            patch.spread(v[0], v_buffer, VALUES)
         if not isinstance(rows, range):
             k_buffer.index_copy_(1, rows, k[0])
             v_buffer.index_copy_(1, rows, v[0])
@@ -287,6 +142,18 @@ def run(
     return cast(Tensor, output.logits[0, -keep:])
 
 
+def run_steps(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Mask, cache: BatchCache
+) -> Tensor | None:
+    """One forward pass over a token of each request: logits `[B, vocab]`. ids, positions: `[B, 1]`;
+    mask: `[B, 1, 1, T]`, or None where all that is stored may be seen. None if the model's
+    attention does not go through transformers' registry: then nothing useful was computed."""
+    options = {_cache_argument(model): cache, "position_ids": positions}
+    with _attention(model, _APART, cache):
+        output = model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
+    return output.logits[:, -1] if cache.attended == len(cache.layers) else None
+
+
 def _cache_argument(model: PreTrainedModel) -> str:
     """`past_key_values` became `cache` in transformers 5.24."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -311,9 +178,50 @@ def layer_kv(cache: Cache) -> list[tuple[Tensor, Tensor]] | None:
     return found or None
 
 
-_PROBE = "kvboost_probe"
+class BatchCache(Cache):
+    """The KV buffers of several requests, seen through transformers' cache interface, for one pass
+    over the last token of each: it writes each token's K and V into the buffer of its request.
+
+    Attention goes to each request's own buffer (`_apart`), so none is padded or copied, and what
+    one request gets does not depend on the others.
+    """
+
+    def __init__(self, buffers: Sequence[KVBuffer], lengths: Sequence[int]) -> None:
+        super().__init__(layers=[_BufferLayer(self, n) for n in range(buffers[0].layout.layers)])
+        self.length = max(lengths)
+        self.first = self.length - 1
+        self.attended = 0
+        self._buffers, self._lengths = buffers, lengths
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        for n, (buffer, length) in enumerate(zip(self._buffers, self._lengths, strict=True)):
+            k_buffer, v_buffer = buffer.layer(layer)
+            k_buffer[:, length - 1] = k[n, :, 0]
+            v_buffer[:, length - 1] = v[n, :, 0]
+        return k, v
+
+    def read(self, layer: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V `[1, H, T, D]` of each request; counts the layers that were read."""
+        self.attended += 1
+        for buffer, length in zip(self._buffers, self._lengths, strict=True):
+            k, v = buffer.layer(layer)
+            yield k[None, :, :length], v[None, :, :length]
+
+
+_PROBE, _APART = "kvboost_probe", "kvboost_apart"
 Observer = Callable[[int, Tensor, Tensor, Tensor | None, float], None]
-_observer: ContextVar[tuple[Observer, str]] = ContextVar("observer")
+_hook: ContextVar[tuple[Any, str]] = ContextVar("hook")
+Attended = tuple[Tensor, Tensor | None]
+
+
+def _attend(module: nn.Module, *args: Any, **options: Any) -> Attended:
+    """The model's own attention."""
+    implementation = _hook.get()[1]
+    if implementation == "eager":
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        own = ALL_ATTENTION_FUNCTIONS[implementation]
+    return cast(Attended, own(module, *args, **options))
 
 
 def _observed(
@@ -323,35 +231,54 @@ def _observed(
     value: Tensor,
     attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    observe, implementation = _observer.get()
+) -> Attended:
+    observe = cast(Observer, _hook.get()[0])
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
     observe(cast(int, module.layer_idx), query, key, attention_mask, scaling)
-    if implementation == "eager":
-        attend = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        attend = ALL_ATTENTION_FUNCTIONS[implementation]
-    return cast(
-        "tuple[Tensor, Tensor | None]", attend(module, query, key, value, attention_mask, **options)
-    )
+    return _attend(module, query, key, value, attention_mask, **options)
+
+
+def _apart(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> Attended:
+    """Each request of a batch looks at its own buffer."""
+    cache, layer = cast(BatchCache, _hook.get()[0]), cast(int, module.layer_idx)
+    outputs = []
+    for n, (k, v) in enumerate(cache.read(layer)):
+        mask = None if attention_mask is None else attention_mask[n : n + 1, ..., : k.shape[2]]
+        outputs.append(_attend(module, query[n : n + 1], k, v, mask, **options)[0])
+    return torch.cat(outputs), None
 
 
 AttentionInterface.register(_PROBE, _observed)
+AttentionInterface.register(_APART, _apart)
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str, hook: Any) -> Iterator[None]:
+    """Attend through one of the functions above, by transformers' registry."""
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    token = _hook.set((hook, implementation))
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = implementation
+        _hook.reset(token)
 
 
 @contextmanager
 def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     """Show `observe` each layer's (index, queries, keys, mask, scaling) while the model runs as
-    ever, through transformers' registry of attention functions."""
-    config = model.config.get_text_config()
-    implementation = config._attn_implementation
-    token = _observer.set((observe, implementation))
-    config._attn_implementation = _PROBE
-    try:
+    ever."""
+    with _attention(model, _PROBE, observe):
         yield
-    finally:
-        config._attn_implementation = implementation
-        _observer.reset(token)
 
 
 def logits_processors(

@@ -9,7 +9,7 @@ from typing import Any, Self, TypedDict, TypeVar, cast, get_args
 from kvboost.errors import ConfigError
 from kvboost.prompt import DocumentLike
 from kvboost.recompute import AutoRecompute, RecomputePolicy, policy
-from kvboost.sampling import Sampling
+from kvboost.sampling import LogitsProcessor, Sampling
 from kvboost.types import Reuse
 
 T = TypeVar("T")
@@ -18,13 +18,15 @@ T = TypeVar("T")
 class PromptOptions(TypedDict, total=False):
     """How a prompt is made and what of it is reused.
 
-    documents: context pieces, texts or {title, text}. segments: borders in raw prompts. reuse:
-    "auto" anywhere in the prompt, "exact" prefixes only, "off" neither looks up nor stores.
-    recompute: "auto", "none", "selective", "drift", "cacheblend", "query", "full", or a policy
-    object. max_divergence: for "auto" in this request, instead of `Config.max_divergence`.
+    documents: context pieces, texts or {title, text}. tools: functions as JSON schemas, for the
+    chat template. segments: borders in raw prompts. reuse: "auto" anywhere in the prompt, "exact"
+    prefixes only, "off" neither looks up nor stores. recompute: "auto", "none", "selective",
+    "drift", "cacheblend", "query", "full", or a policy object. max_divergence: for "auto" in this
+    request, instead of `Config.max_divergence`.
     """
 
     documents: Iterable[DocumentLike]
+    tools: Sequence[Mapping[str, Any]]
     segments: Iterable[str | int]
     reuse: Reuse
     recompute: str | RecomputePolicy
@@ -39,6 +41,10 @@ class GenerateOptions(PromptOptions, total=False):
     top_p: float
     top_k: int
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    processors: Sequence[LogitsProcessor]
     stop: str | Sequence[str]
     seed: int | None
 
@@ -50,6 +56,7 @@ class Options:
     policy: RecomputePolicy
     sampling: Sampling = field(default_factory=Sampling)
     documents: Iterable[DocumentLike] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
     segments: Iterable[str | int] = ()
     reuse: Reuse = "auto"
 

@@ -5,6 +5,7 @@ Knows a tokenizer's documented interface, nothing of models or KV.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ class PromptBuilder:
         prompt: PromptLike,
         documents: Iterable[DocumentLike] = (),
         segments: Iterable[str | int] = (),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Prompt:
         """Ids and borders of a prompt.
 
@@ -44,18 +46,21 @@ class PromptBuilder:
         documents: context whose borders become chunk borders. Given to the chat template if it
         takes documents, else put in front of the last user message (or of the raw text) as
         "Document: TITLE", the text and an empty line each. segments: for raw text, pieces that
-        occur in it in this order; for token ids, border positions.
+        occur in it in this order; for token ids, border positions. tools: JSON schemas of functions
+        for the chat template; their borders become chunk borders too.
 
         Raises PromptError for an empty or ill-typed prompt, or pieces that are not in it.
         """
         docs = [_document(d) for d in as_list("documents", documents)]
         marks = as_list("segments", segments)
+        if tools and not _is_messages(prompt):
+            raise PromptError("tools need a messages prompt: a chat template renders them")
         if isinstance(prompt, str):
             blocks = plain_documents(docs)
             text, pieces = "".join(blocks) + prompt, blocks + [_text(s) for s in marks]
             built = self._tokenize(text, _spans(text, pieces, strict=True), special=True)
         elif _is_messages(prompt):
-            text, pieces = self._render(list(prompt), docs)  # type: ignore[arg-type]
+            text, pieces = self._render(list(prompt), docs, tools)  # type: ignore[arg-type]
             pieces += [_text(s) for s in marks]
             built = self._tokenize(text, _spans(text, pieces, strict=bool(marks)), special=False)
         else:
@@ -72,7 +77,9 @@ class PromptBuilder:
         if not doc.text.strip():
             raise PromptError("a document to warm is empty")
         text, after = doc.text, ""
-        if not self._takes_documents():  # what comes after decides how its last line breaks are cut
+        if not self._takes(
+            "documents"
+        ):  # what comes after decides how its last line breaks are cut
             text, after = plain_documents([doc])[0], "Document:"
         built, sink = self._tokenize(text + after, [(0, len(text))], special=False), self._sink()
         body = built.ids[: built.borders[0]] if built.borders else built.ids
@@ -93,24 +100,39 @@ class PromptBuilder:
         )
         return str(text)
 
-    def _render(self, messages: list[Message], docs: list[Document]) -> tuple[str, list[str]]:
+    def _render(
+        self, messages: list[Message], docs: list[Document], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[str]]:
+        """The text, and pieces of it in their order."""
         template = getattr(self._tokenizer, "chat_template", None)
         if not template:
             raise PromptError(
                 "this tokenizer has no chat template, so it can't render messages: "
                 "pass the prompt as text"
             )
-        if docs and not self._takes_documents():
+        if tools and not self._takes("tools"):
+            raise PromptError(
+                "the model's chat template knows no tools: describe them in a message"
+            )
+        functions = [json.dumps(tool, ensure_ascii=False) for tool in tools]
+        if docs and not self._takes("documents"):
             blocks = plain_documents(docs)
-            return self._template(_with_documents(messages, blocks), []), blocks
-        return self._template(messages, docs), [d.text for d in docs]
+            return self._template(_with_documents(messages, blocks), [], tools), functions + blocks
+        return self._template(messages, docs, tools), [*functions, *(d.text for d in docs)]
 
-    def _takes_documents(self) -> bool:
-        return "documents" in str(getattr(self._tokenizer, "chat_template", None))
+    def _takes(self, what: str) -> bool:
+        """Whether the chat template has a place for it."""
+        return what in str(getattr(self._tokenizer, "chat_template", None))
 
-    def _template(self, messages: list[Message], docs: list[Document]) -> str:
-        listed = [{"title": d.title, "text": d.text} for d in docs]
-        options = {"documents": listed} if docs else {}
+    def _template(
+        self,
+        messages: list[Message],
+        docs: list[Document],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        if docs:
+            options["documents"] = [{"title": d.title, "text": d.text} for d in docs]
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **options

@@ -15,8 +15,16 @@ from torch import Tensor
 
 from kvboost.drift import Patch
 from kvboost.kv import KVBuffer
-from kvboost.mask import layer_masks
-from kvboost.model import Mask, PreTrainedModel, RowCache, observed_attention, run
+from kvboost.mask import layer_masks, step_masks
+from kvboost.model import (
+    BatchCache,
+    Mask,
+    PreTrainedModel,
+    RowCache,
+    observed_attention,
+    run,
+    run_steps,
+)
 from kvboost.plan import QUESTION
 from kvboost.recompute import Look
 from kvboost.support import Support, probe_support
@@ -57,6 +65,22 @@ class ModelRunner:
         logits = run(self.model, tokens, positions, mask, cache, keep)
         assert logits is not None
         return logits.float()
+
+    def steps(self, buffers: Sequence[KVBuffer], ids: Sequence[Sequence[int]]) -> Tensor:
+        """Compute the last token of each of several requests on top of what their buffers hold, in
+        one pass where the model allows: logits, float32 `[requests, vocab]`. All must be of one
+        rope regime."""
+        device, lengths = self.layout.device, [len(mine) for mine in ids]
+        tokens = torch.tensor([mine[-1:] for mine in ids], device=device)
+        positions = torch.tensor(lengths, device=device)[:, None] - 1
+        mask = step_masks(positions, max(lengths), self.layout.dtype, self.support.windows)
+        logits = run_steps(self.model, tokens, positions, mask, BatchCache(buffers, lengths))
+        if logits is not None:
+            return logits.float()
+        each = zip(buffers, ids, strict=True)
+        return torch.cat(
+            [self.forward(b, mine, range(len(mine) - 1, len(mine))) for b, mine in each]
+        )
 
     def deviation(
         self, buffer: KVBuffer, ids: Sequence[int], rows: Sequence[int], layer: int

@@ -5,8 +5,10 @@ Knows nothing of models; logits processors are transformers' own and handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -21,7 +23,11 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 class Sampling:
     """How to pick tokens. temperature 0 is greedy and deterministic; top_k 0 and top_p 1 are off.
 
-    seed makes sampling repeatable; None draws from torch's global generator.
+    repetition_penalty: as in transformers, above 1 divides the scores of all tokens so far.
+    presence_penalty, frequency_penalty: as OpenAI's, taken off the scores of the answer's tokens so
+    far, once or for each time. logit_bias: added to the scores of these token ids. processors:
+    called as transformers' (ids `[1, T]`, scores `[1, vocab]`), after the above and before
+    temperature. seed makes sampling repeatable; None draws from torch's global generator.
     """
 
     max_new_tokens: int = 128
@@ -29,6 +35,10 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[LogitsProcessor] = ()
     stop: str | Sequence[str] = ()
     seed: int | None = None
 
@@ -44,6 +54,10 @@ class Sampling:
         check("top_p", False, lambda p: 0 < p <= 1, "above 0 and at most 1")
         check("top_k", True, lambda k: k >= 0, "a whole number, 0 for off")
         check("repetition_penalty", False, lambda p: 0 < p < float("inf"), "a number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, False, lambda p: -2 <= p <= 2, "a number from -2 to 2")
+        if not all(type(t) is int and t >= 0 and isfinite(b) for t, b in self.logit_bias.items()):
+            raise ConfigError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         if self.seed is not None:
             check("seed", True, lambda s: 0 <= s < 2**63, "a whole number of at least 0, or None")
         listed = isinstance(self.stop, str | list | tuple)
@@ -66,13 +80,16 @@ class Answer:
         eos: frozenset[int],
         device: torch.device,
     ) -> None:
+        """processors: transformers' own, for what `sampling` says."""
         self._greedy = sampling.temperature == 0
+        self._sampling = sampling
         self._processors = processors
         self._eos = eos
         self._generator = None
         if sampling.seed is not None:
             self._generator = torch.Generator(device).manual_seed(sampling.seed)
         self._stream = TextStream(decode, sampling.stops)
+        self.ids: list[int] = []
         self.finish_reason: FinishReason = "length"
 
     @property
@@ -83,20 +100,33 @@ class Answer:
     def finished(self) -> bool:
         return self.finish_reason == "stop"
 
-    def take(self, logits_1V: Tensor, ids: list[int]) -> str:
-        """Append the next token to `ids` (the prompt and the answer so far); return the text that
-        may be shown now."""
-        context = torch.tensor([ids], device=logits_1V.device)
-        logits = self._processors(context, logits_1V)
+    def take(self, logits_1V: Tensor, prompt: Sequence[int]) -> str:
+        """Append the next token to `ids`; return the text that may be shown now."""
+        context = torch.tensor([[*prompt, *self.ids]], device=logits_1V.device)
+        logits = self._processors(context, self._adjusted(logits_1V, context))
         if self._greedy:
             token = int(logits.argmax(-1))
         else:
             token = int(torch.multinomial(logits.softmax(-1), 1, generator=self._generator))
-        ids.append(token)
+        self.ids.append(token)
         piece = "" if token in self._eos else self._stream.push(token)
         if token in self._eos or self._stream.stopped:
             self.finish_reason = "stop"
         return piece
+
+    def _adjusted(self, logits_1V: Tensor, context: Tensor) -> Tensor:
+        """Less the penalties of OpenAI's API, plus the bias, then what the caller's processors
+        make of it."""
+        s, logits = self._sampling, logits_1V
+        if s.logit_bias or ((s.presence_penalty or s.frequency_penalty) and self.ids):
+            logits = logits.clone()
+            for token, bias in s.logit_bias.items():
+                logits[0, token] += bias
+            for token, times in Counter(self.ids).items():
+                logits[0, token] -= s.presence_penalty + s.frequency_penalty * times
+        for processor in s.processors:
+            logits = processor(context, logits)
+        return logits
 
     def end(self) -> str:
         """No more tokens: return the text still held back."""

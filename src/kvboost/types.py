@@ -73,8 +73,9 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds. `ttft` is wall time from the call to the first token, and the parts of it follow:
-    tokenize + lookup + assemble + probe + forward (+ sampling and bookkeeping, not listed).
-    `decode` and `store` come after the first token; `total` is the whole call."""
+    tokenize + lookup + assemble + probe + forward + wait (+ sampling and bookkeeping, not listed).
+    `wait` is for others' steps in between, in a server. `decode` and `store` come after the first
+    token; `total` is the whole call."""
 
     ttft: float = 0.0
     tokenize: float = 0.0
@@ -82,6 +83,7 @@ class Timing:
     assemble: float = 0.0
     probe: float = 0.0
     forward: float = 0.0
+    wait: float = 0.0
     decode: float = 0.0
     store: float = 0.0
     total: float = 0.0

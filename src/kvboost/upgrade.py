@@ -84,10 +84,10 @@ class Upgrades:
     The oldest are dropped beyond `budget` seconds of computing. Without a budget, no thread.
     """
 
-    def __init__(self, engine: Engine, budget: float) -> None:
+    def __init__(self, model: PreTrainedModel, budget: float) -> None:
         self.tokens = 0
-        self.traffic = _traffic.setdefault(engine.runner.model, Traffic())
-        self._engine, self._budget, self._rows = engine, budget, _LEAST
+        self.traffic = _traffic.setdefault(model, Traffic())
+        self._budget, self._rows = budget, _LEAST
         self._jobs: list[_Job] = []
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -100,15 +100,15 @@ class Upgrades:
         """Tokens that are not exact yet."""
         return sum(job.missing for job in self._jobs)
 
-    def add(self, prefilled: Prefilled, ids: Sequence[int], weights: int) -> None:
-        """A request is done, and `ids` are its tokens. Nothing to do if it was exact, or so long
-        that its rotation is its own: then blocks would not compute what one pass does."""
+    def add(self, engine: Engine, prefilled: Prefilled, ids: Sequence[int], weights: int) -> None:
+        """A request of this engine is over, and `ids` are its tokens. Nothing is to do if exact,
+        or so long that its rotation is its own: blocks would not compute what one pass does."""
         prompt, until = prefilled.prompt, prefilled.exact_until
-        regime = self._engine.runner.support.regime(len(ids))
+        regime = engine.runner.support.regime(len(ids))
         if until == len(prompt.ids) or regime != "":
             return
-        engine = copy(self._engine)
-        engine.trace = None
+        engine = copy(engine)
+        engine.trace = engine.pauses = None
         whole = Prompt(tuple(ids), prompt.borders)
         new = _Job(engine, weights, whole, len(prompt.ids), len(ids) - until)
         with self._lock:

@@ -183,7 +183,7 @@ class Ours:
         boost, engine, request = self.boost, self.boost._engine, asked.request
         clock = boost._clock()
         options = Options.of({**self._options, "documents": request.documents}, boost._auto)
-        built = boost._build(request.messages, options, clock)
+        built = boost.build(request.messages, options, clock)
         space = room(boost, asked) - 1
         prefilled = engine.prefill(built, options.reuse, options.policy, space, clock)
         int(prefilled.logits.argmax())

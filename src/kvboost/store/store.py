@@ -6,7 +6,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from kvboost.keys import ChunkKey
 from kvboost.plan import Entry, ReusePlan, lineages, make_plan
@@ -47,12 +47,14 @@ class ChunkStore:
         self.shelves = tuple(shelves)
 
     def lookup(
-        self, chunks: Sequence[Chunk], book: Codebook, pace: float | None, *, move: bool
+        self, chunks: Sequence[Chunk], books: Sequence[Codebook], pace: float | None, *, move: bool
     ) -> Lookup:
-        """What is known about a prompt's chunks. pace: seconds to compute a token, if known; a
-        shelf that takes longer than that is left out."""
+        """What is known about a prompt's chunks. books: of the own namespace, and of a shared one
+        if there is one. pace: seconds to compute a token, if known; a shelf that takes longer than
+        that is left out."""
         self.memory.begin()
-        return Lookup(self, chunks, book, pace, move=move)
+        own, *others = [Lookup(self, chunks, book, pace, move=move) for book in books]
+        return SharedLookup(own, others[0]) if others else own
 
     def put(
         self,
@@ -99,21 +101,21 @@ class Lookup:
         *,
         move: bool,
     ) -> None:
-        self._memory, self.chunks, self._book = store.memory, chunks, book
-        self._pace, self._move = pace, move
+        self._memory, self.chunks, self.book = store.memory, chunks, book
+        self._pace, self.move = pace, move
         self._shelves = [shelf for shelf in store.shelves if shelf.up]
         self._found: dict[ChunkKey, tuple[Found, Shelf]] = {}
         self._unknown: set[ChunkKey] = set()
         self._gone: set[ChunkKey] = set()
         self._groups: dict[ChunkKey, list[Entry]] = {}
-        self._loaded: dict[ChunkKey, PackedKV] = {}
+        self.loaded: dict[ChunkKey, PackedKV] = {}
         self._asks = _ASKS
         if self._shelves:
             self._prefetch()
 
     def plan(self) -> ReusePlan:
         """What would be reused, by the index alone: all that can be, or nothing if it is little."""
-        plan = make_plan(self.chunks, self._book.keys, self, move=self._move)
+        plan = make_plan(self.chunks, self.book.keys, self, move=self.move)
         reused = sum(splice.end - splice.start for splice in plan.splices)
         return plan if reused >= _LITTLE * plan.length else ReusePlan(plan.length, ())
 
@@ -144,13 +146,13 @@ class Lookup:
     def _prefetch(self) -> None:
         """Ask in two batches what the shelves know of the prompt's chunks; forget what a shelf
         knows if loading it takes longer than computing it."""
-        keys, chunks = self._book.keys, self.chunks
+        keys, chunks = self.book.keys, self.chunks
         chain = lineages(chunks, chunks[-1].end, keys)
         absent = [key for key in chain if self._memory.get(key) is None]
         if not absent:
             return
         self._get(absent)
-        if self._move:
+        if self.move:
             missed = [c for c, k in zip(chunks, chain, strict=True) if k in self._unknown]
             contents = dict.fromkeys(keys.content(c.ids) for c in missed)
             self._find([c for c in contents if not self._memory.variants(c)])
@@ -170,13 +172,13 @@ class Lookup:
         """Go on without this shelf."""
         self._shelves.remove(shelf)
         for key in [key for key, (_, where) in self._found.items() if where is shelf]:
-            if key not in self._loaded:
+            if key not in self.loaded:
                 self._drop(key)
 
     def _get(self, keys: Sequence[ChunkKey]) -> None:
         for shelf in self._ask():
             keys = [key for key in keys if key not in self._found]
-            self._note(shelf, shelf.get(keys, self._book) if keys else [])
+            self._note(shelf, shelf.get(keys, self.book) if keys else [])
         self._unknown.update(key for key in keys if key not in self._found)
 
     def _find(self, groups: Sequence[ChunkKey]) -> None:
@@ -184,7 +186,7 @@ class Lookup:
             self._groups[group] = []
         for shelf in self._ask():
             groups = [group for group in groups if not self._groups[group]]
-            answers = shelf.find(groups, self._book) if groups else []
+            answers = shelf.find(groups, self.book) if groups else []
             for group, found in zip(groups, answers, strict=True):
                 self._note(shelf, found)
                 self._groups[group] = [f.entry for f in found]
@@ -212,36 +214,95 @@ class Lookup:
         """
         pieces = [piece for splice in plan.splices for piece in splice.pieces]
         entries = {piece.entry.key: piece.entry for piece in pieces}
-        for key in entries.keys() - self._loaded.keys():
+        if not self.load(entries):
+            return None
+        return [[self.loaded[p.entry.key] for p in splice.pieces] for splice in plan.splices]
+
+    def load(self, entries: Mapping[ChunkKey, Entry]) -> bool:
+        """Have the KV of these in `loaded`; False if one is gone, or late."""
+        for key in entries.keys() - self.loaded.keys():
             if kv := self._memory.load(key):
-                self._loaded[key] = kv
+                self.loaded[key] = kv
         for shelf in list(self._shelves):
             wanted = [
                 entry
                 for key, entry in entries.items()
-                if key not in self._loaded and key in self._found and self._found[key][1] is shelf
+                if key not in self.loaded and key in self._found and self._found[key][1] is shelf
             ]
             if wanted:
                 self._load(shelf, wanted, entries.keys())
-        gone = entries.keys() - self._loaded.keys()
+        gone = entries.keys() - self.loaded.keys()
         for key in gone:
             self._drop(key)
-        if gone:
-            return None
-        return [[self._loaded[p.entry.key] for p in splice.pieces] for splice in plan.splices]
+        return not gone
 
     def _load(self, shelf: Shelf, wanted: Sequence[Entry], spared: Container[ChunkKey]) -> None:
         tokens = sum(len(entry.ids) for entry in wanted)
         patience = tokens * self._pace if self._pace else _PATIENCE
-        loaded = shelf.load(wanted, self._book, patience)
+        loaded = shelf.load(wanted, self.book, patience)
         above = self._shelves[: self._shelves.index(shelf)]
         for entry in wanted:
             if kv := loaded.get(entry.key):
-                kv = kv.to(self._book.layout.device)
+                kv = kv.to(self.book.layout.device)
                 seconds = (self._pace or PACE) * len(entry.ids)
-                self._loaded[entry.key] = kv
+                self.loaded[entry.key] = kv
                 self._memory.put(entry, kv, seconds, spared)
                 for other in above:
-                    other.store(entry, kv, self._book, seconds)
+                    other.store(entry, kv, self.book, seconds)
         if len(loaded) < len(wanted):  # gone or late: don't wait for it again and again
             self._leave(shelf)
+
+
+class SharedLookup(Lookup):
+    """What is stored for one request in its own namespace and in a shared one: a chain may begin in
+    the one and go on in the other.
+
+    Keys differ between the two, the chunks are the same; entries keep the keys they are stored by.
+    """
+
+    def __init__(self, own: Lookup, other: Lookup) -> None:
+        self._own, self._other = own, other
+        self.chunks, self.book, self.move = own.chunks, own.book, own.move
+        mine, theirs = own.book.keys, other.book.keys
+        end = own.chunks[-1].end
+        chains = (lineages(own.chunks, end, keys) for keys in (mine, theirs))
+        self._twins = {mine.root: theirs.root, **dict(zip(*chains, strict=True))}
+        self._twins |= {mine.content(c.ids): theirs.content(c.ids) for c in own.chunks}
+        self._theirs: set[ChunkKey] = set()
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        if key not in self._theirs:
+            entry = self._own.get(key)
+            if entry is not None or key not in self._twins:
+                return entry
+        found = self._other.get(self._twins.get(key, key))
+        self._note_theirs([found] if found else [])
+        return found
+
+    def children(self, parent: ChunkKey) -> Iterable[Entry]:
+        return self._both(parent, Lookup.children)
+
+    def variants(self, content: ChunkKey) -> Iterable[Entry]:
+        return sorted(self._both(content, Lookup.variants), key=lambda e: not e.exact)
+
+    def fetch(self, plan: ReusePlan) -> list[list[PackedKV]] | None:
+        entries = {p.entry.key: p.entry for splice in plan.splices for p in splice.pieces}
+        theirs = {key: entry for key, entry in entries.items() if key in self._theirs}
+        mine = {key: entry for key, entry in entries.items() if key not in theirs}
+        if not (self._own.load(mine) and self._other.load(theirs)):
+            return None
+        loaded = {**self._own.loaded, **self._other.loaded}
+        return [[loaded[p.entry.key] for p in splice.pieces] for splice in plan.splices]
+
+    def _both(
+        self, group: ChunkKey, ask: Callable[[Lookup, ChunkKey], Iterable[Entry]]
+    ) -> list[Entry]:
+        found = [] if group in self._theirs else list(ask(self._own, group))
+        if group in self._twins or group in self._theirs:
+            others = list(ask(self._other, self._twins.get(group, group)))
+            self._note_theirs(others)
+            found += others
+        return found
+
+    def _note_theirs(self, entries: Iterable[Entry]) -> None:
+        self._theirs.update(key for e in entries for key in (e.key, e.parent))
