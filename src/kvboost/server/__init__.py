@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server around KVBoost. Only here are FastAPI and pydantic known."""
