@@ -34,6 +34,7 @@ from kvboost import (
     Usage,
 )
 from kvboost.metrics import divergence
+from kvboost.recompute import damage
 from kvboost.store.trace import read_trace
 
 POLICIES = [
@@ -577,7 +578,10 @@ def test_without_a_divergence_allowed_nothing_moved_is_used(order: str, kv_forma
 def test_a_divergence_is_allowed_for_all_requests_or_for_one(default_model: Any) -> None:
     made = KVBoost(*default_model, max_divergence=1e-9)
     ask(made, [0, 1, 2], max_new_tokens=1)
-    some = 0.3 * made._auto.profile.divergence["query-16"]
+    documents = [STORIES[n] for n in [2, 0, 1]]
+    built = made.build(CHAT, made.parse({"documents": documents}), made._clock())
+    plan = made._engine.lookup(built, "auto").plan()
+    some = 0.99 * made._auto.profile.divergence["none"] * damage(plan)
     free, repaired = (
         ask(made, [2, 0, 1], max_divergence=limit, max_new_tokens=1).usage for limit in (1e9, some)
     )

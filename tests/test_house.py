@@ -13,14 +13,15 @@ import kvboost
 SRC = Path(kvboost.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
 NAMES = [str(path.relative_to(SRC)) for path in FILES]
-TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "plan.py"}
+TORCH_FREE = {"types.py", "errors.py", "config.py", "chunking.py", "keys.py", "align.py", "plan.py"}
 
 AROUND = {
-    *("cli.py", "cli_bench.py", "cli_cache.py", "cli_calibrate.py", "calibrate.py"),
+    *("cli.py", "cli_bench.py", "cli_cache.py", "cli_calibrate.py", "cli_serve.py"),
+    "calibrate.py",
     *("demo.py", "explain.py", "hub.py", "loading.py", "fingerprint.py", "upgrade.py"),
     *("formats.py", "numerics.py", "profiles.py", "support.py"),
 }
-FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3700
+FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3800
 
 
 def lines(path: Path) -> int:

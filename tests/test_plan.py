@@ -324,6 +324,87 @@ def test_what_was_computed_after_a_moved_run_follows_it_without_a_seam() -> None
     assert (after.seam, after.shift) == (Seam.NONE, 0)
 
 
+def edited(ids: tuple[int, ...], edits: int, rng: random.Random) -> tuple[int, ...]:
+    """So many insertions, deletions and replacements of up to 8 tokens."""
+    for _ in range(edits):
+        at = rng.randrange(len(ids))
+        cut, put = rng.choice([(0, 1), (1, 0), (1, 1)])
+        inserted = tuple(rng.randrange(1000, 2000) for _ in range(put * rng.randint(1, 8)))
+        ids = (*ids[:at], *inserted, *ids[at + cut * rng.randint(1, 8) :])
+    return ids
+
+
+SIZES = Chunker(ChunkingConfig())
+TOP, DOCUMENT, BESIDE = piece(20, 60), piece(21, 1500), piece(22, 400)
+
+
+def seen(plan: ReusePlan, ids: tuple[int, ...]) -> set[int]:
+    """The rows that splices cover, once it is sure that they are sorted and hold these tokens."""
+    bounds = [b for s in plan.splices for b in (s.start, s.end)]
+    assert bounds == sorted(bounds) and all(s.start < s.end for s in plan.splices)
+    for at, p in spans(plan):
+        assert p.entry.ids[p.lo : p.hi] == ids[at : at + len(p)] != ()
+    return {row for s in plan.splices for row in range(s.start, s.end)}
+
+
+@given(st.integers(0, 20), st.integers(0, 1000))
+def test_edits_cost_no_more_than_what_is_near_them(edits: int, seed: int) -> None:
+    """Between two that are MIN_MOVED_TOKENS apart something is found, and all of it is a shift."""
+    shelf, chunks = Shelf(), SIZES.split((*TOP, *DOCUMENT, *BESIDE), [60, 1560])
+    shelf.store(chunks, 2000)
+    new = edited(DOCUMENT, edits, random.Random(seed))
+    ids = (*TOP, *new, *BESIDE)
+    plan = make_plan(SIZES.split(ids, [60, 60 + len(new)]), KEYS, shelf, move=True)
+    assert len(seen(plan, ids)) >= len(ids) - edits * (8 + 2 * MIN_MOVED_TOKENS)
+    assert Seam.COMPOSITION not in {s.seam for s in plan.moved}
+
+
+@given(st.integers(1, 20), st.integers(0, 1000))
+def test_an_edited_text_in_new_company_has_one_new_neighbour(edits: int, seed: int) -> None:
+    shelf, chunks = Shelf(), SIZES.split((*TOP, *BESIDE, *DOCUMENT), [60, 460])
+    shelf.store(chunks, 2000)
+    middle = edited(DOCUMENT[300:1200], edits, random.Random(seed))
+    new = (*DOCUMENT[:300], *middle, *DOCUMENT[1200:])
+    ids = (*piece(23, 700), *new)
+    plan = make_plan(SIZES.split(ids, [700]), KEYS, shelf, move=True)
+    assert len(seen(plan, ids)) >= len(new) - edits * (8 + 2 * MIN_MOVED_TOKENS)
+    assert [s.start for s in plan.moved if s.seam is Seam.COMPOSITION] == [700]
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(0, 1000))
+def test_versions_may_be_stored_in_parts(edits: list[int], seed: int) -> None:
+    """Of each version only the chunks that no older one has, behind those it was found behind."""
+    shelf, rng, text = Shelf(), random.Random(seed), DOCUMENT
+    for version, count in enumerate([0, *edits]):
+        text = edited(text, count, rng)
+        ids = (*TOP, *text, *BESIDE)
+        chunks = SIZES.split(ids, [60, 60 + len(text)])
+        plan = make_plan(chunks, KEYS, shelf, move=True)
+        if version:
+            assert len(seen(plan, ids)) >= len(ids) - count * (8 + 2 * MIN_MOVED_TOKENS)
+            assert Seam.COMPOSITION not in {s.seam for s in plan.moved}
+        whole = {(at, len(p.entry.ids)): p.entry for at, p in spans(plan)}
+        parent = KEYS.root
+        for chunk in chunks:
+            donor = whole.get((chunk.start, len(chunk)))
+            if donor is None or donor.ids != chunk.ids:
+                key = (KEYS.approximate if version else KEYS.prefix)(parent, chunk.ids)
+                donor = Entry(key, parent, KEYS.content(chunk.ids), chunk.ids, chunk.start)
+                shelf.entries[key] = donor
+            parent = donor.key
+
+
+def test_between_passages_nothing_is_taken_for_being_alike() -> None:
+    shelf, header, (p, q, r) = Shelf(), piece(24, 40), (piece(n, 250) for n in (25, 26, 27))
+    shelf.store(chunked(A, p, header, q), 1000)
+    shelf.store(chunked(B, r, header, p, header, q), 1000)
+    other = (*header[:20], 7, *header[21:])
+    plan = make_plan(chunked(C, p, other, r, other, q), KEYS, shelf, move=True)
+    assert [(s.start, s.end, s.seam) for s in plan.moved] == [
+        (at, at + 250, Seam.COMPOSITION) for at in (30, 320, 610)
+    ]
+
+
 def test_the_question_is_what_follows_the_last_moved_run() -> None:
     key = KEYS.root
     entry = Entry(key, key, key, piece(1, 50), 10)

@@ -115,6 +115,19 @@ def test_a_fork_goes_its_own_way() -> None:
     assert other.prefilled.buffer is not first.prefilled.buffer
 
 
+def test_a_long_answer_moves_to_a_larger_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = boost("llama").generate(HEAD, max_new_tokens=90)
+    monkeypatch.setattr("kvboost.boost.ROOM", 3)
+    made = boost("llama")
+    got = begun(made, HEAD, max_new_tokens=90)
+    assert got.prefilled.buffer.capacity == 43
+    list(got.steps(made._engine))
+    assert tuple(got.answer.ids) == expected.token_ids
+    assert got.prefilled.buffer.capacity == 40 + 89
+    made.store(got)
+    assert made.generate([*HEAD, *got.answer.ids, 5], max_new_tokens=1).usage.exact == 129
+
+
 # -- namespaces
 
 

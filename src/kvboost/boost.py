@@ -25,7 +25,7 @@ from kvboost.errors import ConfigError, PromptError
 from kvboost.explain import Explanation, explain
 from kvboost.fingerprint import fingerprint, weights_version
 from kvboost.formats import STORAGE_SHARE, choose_format
-from kvboost.generation import Generation
+from kvboost.generation import ROOM, Generation
 from kvboost.metrics import Stopwatch
 from kvboost.model import Cache, PreTrainedModel, logits_processors, plain_cache
 from kvboost.numerics import choose_device, choose_dtype
@@ -355,14 +355,15 @@ class KVBoost:
         """Prefill: what comes of it has its first logits, and no token yet."""
         limit = self._engine.room(len(built.ids), options.sampling.max_new_tokens)
         weights = self._weights
-        prefilled = self._engine.prefill(built, options.reuse, options.policy, limit - 1, clock)
+        room = min(limit - 1, ROOM)
+        prefilled = self._engine.prefill(built, options.reuse, options.policy, room, clock)
         return Generation(prefilled, self._answer(options), limit, options, weights, clock)
 
     def fork(self, made: Generation, options: Options, clock: Stopwatch) -> Generation:
         """Another answer to the same prompt, which is not computed again."""
         tokens = len(made.prefilled.prompt.ids)
         limit = self._engine.room(tokens, options.sampling.max_new_tokens)
-        prefilled = made.prefilled.copy(limit - 1)
+        prefilled = made.prefilled.copy(min(limit - 1, ROOM))
         return Generation(prefilled, self._answer(options), limit, options, made.weights, clock)
 
     def store(self, made: Generation) -> None:

@@ -19,7 +19,7 @@ from kvboost.keys import ChunkKey, KeySpace
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
 from kvboost.passes import Passes, Pauses
-from kvboost.plan import Entry, ReusePlan, lineages
+from kvboost.plan import Entry, ReusePlan, Seam, lineages
 from kvboost.prompt import Prompt
 from kvboost.recompute import RecomputePolicy, moved_rows
 from kvboost.runner import ModelRunner
@@ -199,7 +199,7 @@ class Engine:
     def pin_used(self, made: Prefilled, tokens: int, seconds: float) -> bool:
         """Keep what is stored of the prompt's first `tokens`, and what they were moved from."""
         chunks = self.chunker.split(made.prompt.ids, made.prompt.borders)
-        chain = lineages(chunks, made.exact_until, self.keys(len(made.prompt.ids)))
+        chain = _lineage(chunks, made.plan, made.exact_until, self.keys(len(made.prompt.ids)))
         keys = [k for c, k in zip(chunks, chain, strict=True) if c.end <= tokens]
         keys += [p.entry.key for s in made.plan.splices if s.start < tokens for p in s.pieces]
         return self.store.memory.pin([k for k in keys if self.store.memory.get(k)], seconds)
@@ -254,7 +254,8 @@ class Engine:
         buffer. `ids` are the tokens whose KV is there.
 
         Only KV of exact context goes under prefix keys. Moved KV is not stored again, so that its
-        error is not passed on under new names; nor is what was found in the shared namespace.
+        error is not passed on under new names, but for chunks that an edit changed, where what was
+        moved into them was repaired (docs/adr/0009). Nor is what the shared namespace has.
         """
         regime = self.runner.support.regime
         if regime(len(ids)) is None:
@@ -265,7 +266,7 @@ class Engine:
         exact_until = len(ids) if until == len(prefilled.prompt.ids) else until
         book, chunks = self.book(len(ids)), self.chunker.split(ids, prefilled.prompt.borders)
         keys = book.keys
-        lineage = lineages(chunks, exact_until, keys)
+        lineage = _lineage(chunks, prefilled.plan, exact_until, keys)
         contents = [keys.content(chunk.ids) for chunk in chunks]
         if self.trace is not None:
             answer = sum(chunk.end > len(prefilled.prompt.ids) for chunk in chunks)
@@ -275,15 +276,43 @@ class Engine:
         shared = {(e.position, e.ids) for e in exact if e.key not in lineage}
         for key, share in _shares(prefilled).items():
             self.store.memory.hit(key, share)
-        parent = keys.root
-        for chunk, key, content in zip(chunks, lineage, contents, strict=True):
+        parents, donors = [keys.root, *lineage], _donors(prefilled.plan)
+        for chunk, key, parent, content in zip(chunks, lineage, parents, contents, strict=False):
             entry = Entry(key, parent, content, chunk.ids, chunk.start)
-            parent = key
-            wanted = entry.exact or not _touches_moved(chunk, prefilled.plan)
+            moved = (chunk.start, chunk.end) in donors or _unrepaired(chunk, prefilled)
+            wanted = entry.exact or not moved
             if wanted and (chunk.start, chunk.ids) not in shared and self.store.memory.wants(entry):
                 kv = prefilled.buffer.cut(chunk.start, chunk.end)
                 packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
                 self.store.put(entry, packed, self.seconds(len(chunk)), spared, book)
+
+
+def _lineage(
+    chunks: Sequence[Chunk], plan: ReusePlan, exact_until: int, keys: KeySpace
+) -> list[ChunkKey]:
+    """What each chunk is stored under. A chunk that was moved whole keeps its own lineage, and what
+    was computed behind it is found again behind it."""
+    donors, lineage, parent = _donors(plan), [], keys.root
+    for chunk in chunks:
+        if chunk.end <= exact_until:
+            parent = keys.prefix(parent, chunk.ids)
+        else:
+            donor = donors.get((chunk.start, chunk.end))
+            parent = donor or keys.approximate(parent, chunk.ids)
+        lineage.append(parent)
+    return lineage
+
+
+def _donors(plan: ReusePlan) -> dict[tuple[int, int], ChunkKey]:
+    """Where whole chunks were moved to, and their lineage."""
+    found: dict[tuple[int, int], ChunkKey] = {}
+    for splice in plan.moved:
+        at = splice.start
+        for piece in splice.pieces:
+            if len(piece) == len(piece.entry.ids):
+                found[at, at + len(piece)] = piece.entry.key
+            at += len(piece)
+    return found
 
 
 def _shares(prefilled: Prefilled) -> dict[ChunkKey, float]:
@@ -315,8 +344,15 @@ def _check_rows(rows: Sequence[int], plan: ReusePlan, computed: set[int], name: 
         )
 
 
-def _touches_moved(chunk: Chunk, plan: ReusePlan) -> bool:
-    return any(s.start < chunk.end and chunk.start < s.end for s in plan.moved)
+def _unrepaired(chunk: Chunk, made: Prefilled) -> bool:
+    """Whether some of a chunk was moved among new neighbours, or moved and nothing repaired."""
+    seam = Seam.NONE
+    for splice in made.plan.moved:
+        seam = seam if splice.seam is Seam.NONE else splice.seam
+        touched = splice.start < chunk.end and chunk.start < splice.end
+        if touched and (seam is Seam.COMPOSITION or made.usage.recomputed == 0):
+            return True
+    return False
 
 
 def _prefilled(

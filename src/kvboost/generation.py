@@ -16,6 +16,9 @@ from kvboost.options import Options
 from kvboost.sampling import Answer
 from kvboost.types import Completion, Timing, Usage
 
+ROOM = 512
+"""Tokens of an answer that a buffer has room for at first."""
+
 
 @dataclass
 class Generation:
@@ -62,7 +65,17 @@ class Generation:
         self.clock.lap("sample" if first else "decode")
         if first:
             self.ttft = self.clock.elapsed()
+        if not self.over:
+            self._make_room()
         return piece
+
+    def _make_room(self) -> None:
+        """For the next token. Few answers get as long as they may."""
+        buffer, tokens = self.prefilled.buffer, len(self.ids)
+        if tokens > buffer.capacity:
+            most = len(self.prefilled.prompt.ids) + self.limit - 1
+            larger = buffer.copy(buffer.capacity, min(most, 2 * buffer.capacity))
+            self.prefilled = replace(self.prefilled, buffer=larger)
 
     def steps(self, engine: Engine) -> Generator[str, None, None]:
         """Compute and yield what there is to show, until the answer is over."""

@@ -6,11 +6,11 @@ Pure integers: this module knows nothing of tensors, models or where KV is store
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import pairwise
 from typing import Protocol
 
+from kvboost.align import GRAM, Text, align, common, fit, grams
 from kvboost.keys import ChunkKey, KeyKind, KeySpace
 from kvboost.types import Chunk
 
@@ -21,8 +21,11 @@ SHIFT_RATIO = 0.25
 """A changed gap of at most this share of the run after it is a shift, whatever came before."""
 
 SHIFT_GAP = 256
-"""So is a gap of at most so many tokens, if twice as much of the run's old context is here."""
+"""So is a gap of at most so many tokens, if twice as much of the run's old context is here, and
+whatever lies between if of so many tokens before the run, there and here, half are the same."""
 
+FAR = 2048
+"""Tokens before a run, where it was computed, in which its old context is looked for."""
 
 QUESTION = 128
 """Tokens at the end of a prompt that may be its question: new text before them is not asked what it
@@ -35,7 +38,8 @@ class Entry:
 
     `key` is the chunk's lineage, the identity of its tokens *and* of all tokens before it when it
     was computed: of kind `prefix` if that context was exact, of kind `context` if it was not.
-    `parent` is the lineage of the chunk before it; `position` is where its first token stood.
+    `parent` is the lineage of the chunk before it, that of a moved one as it is stored; `position`
+    is where its first token stood.
     """
 
     key: ChunkKey
@@ -155,9 +159,8 @@ def make_plan(chunks: Sequence[Chunk], keys: KeySpace, index: Index, *, move: bo
     length = chunks[-1].end if chunks else 0
     prefix = _exact_prefix(chunks, keys, index)
     splices = [Splice(0, tuple(prefix), True, Seam.NONE)] if prefix else []
-    if move:
-        start = splices[0].end if splices else 0
-        splices += _moved_runs(chunks, start, prefix, keys, index)
+    if move and chunks:
+        splices += _moved_runs(chunks, prefix, keys, index)
     return ReusePlan(length, tuple(splices))
 
 
@@ -176,92 +179,202 @@ def _exact_prefix(chunks: Sequence[Chunk], keys: KeySpace, index: Index) -> list
             break
         pieces.append(Piece(entry, 0, len(chunk)))
         parent = key
-    rest = [token for chunk in chunks[len(pieces) :] for token in chunk.ids]
+    rest = tuple(token for chunk in chunks[len(pieces) :] for token in chunk.ids)
     at = 0
     while at < len(rest):
         candidates = [e for e in index.children(parent) if e.exact]
-        best = max(candidates, key=lambda e: _common(e.ids, rest, at), default=None)
-        common = _common(best.ids, rest, at) if best else 0
-        if best is None or common == 0:
+        best = max(candidates, key=lambda e: common(e.ids, rest, 0, at), default=None)
+        same = common(best.ids, rest, 0, at) if best else 0
+        if best is None or same == 0:
             break
-        pieces.append(Piece(best, 0, common))
-        at += common
-        if common < len(best.ids):
+        pieces.append(Piece(best, 0, same))
+        at += same
+        if same < len(best.ids):
             break
         parent = best.key
     return pieces
 
 
-def _common(ids: tuple[int, ...], rest: list[int], at: int) -> int:
-    window = rest[at : at + len(ids)]
-    return next(
-        (i for i, (a, b) in enumerate(zip(ids, window, strict=False)) if a != b), len(window)
-    )
-
-
 def _moved_runs(
-    chunks: Sequence[Chunk], start: int, prefix: list[Piece], keys: KeySpace, index: Index
-) -> Iterator[Splice]:
-    ids = [token for chunk in chunks for token in chunk.ids]
+    chunks: Sequence[Chunk], prefix: list[Piece], keys: KeySpace, index: Index
+) -> list[Splice]:
+    start = sum(map(len, prefix))
     lineage = lineages(chunks, start, keys)
     variants = [
         [e for e in index.variants(keys.content(c.ids)) if e.ids == c.ids] if c.end > start else []
         for c in chunks
     ]
-    ends: dict[ChunkKey, int] = {}
-    _note_ends(ends, 0, prefix)
-    i = 0
+    found = _Found(tuple(token for chunk in chunks for token in chunk.ids), index)
+    found.put(0, prefix, Seam.NONE)
+    # The prompt's first chunk is never taken from elsewhere: everything after it leans on its
+    # first token (the attention sink).
+    found.at = max(start, chunks[0].end)
+    i = 1
     while i < len(chunks):
-        # The prompt's first chunk is never taken from elsewhere: everything after it leans on its
-        # first token (the attention sink).
-        fresh = chunks[i].start > 0 and chunks[i].end > start
-        runs = [_run(v, i, variants, lineage) for v in variants[i]] if fresh else []
+        runs = [_run(v, i, variants, lineage) for v in variants[i]]
         run = max(runs, key=lambda r: sum(len(e.ids) for e in r), default=[])
-        lo = max(0, start - chunks[i].start)
-        here = chunks[i].start + lo
-        tokens = sum(len(e.ids) for e in run) - lo
-        if tokens < MIN_MOVED_TOKENS:
+        lo = max(0, found.at - chunks[i].start)
+        if sum(len(e.ids) for e in run) - lo < MIN_MOVED_TOKENS:
             i += 1
             continue
         pieces = [Piece(run[0], lo, len(run[0].ids)), *(Piece(e, 0, len(e.ids)) for e in run[1:])]
-        same = run[0].parent == lineage[i - 1]
-        seam = Seam.NONE if same else _seam(pieces[0], here, tokens, ends, index)
-        if seam is not Seam.COMPOSITION:
-            # Around an edit, what is left of the chunks that it cut. Not around passages: what
-            # stands between those is better computed for its new neighbours.
-            after = _after(run[-1], ids, here + tokens, index)
-            floor = max(start, chunks[0].end)
-            before = [] if same or lo else _before(run[0], ids[floor:here], index)
-            here -= sum(map(len, before))
-            pieces = [*before, *pieces, *after]
-        yield from _contiguous(here, pieces, seam)
-        _note_ends(ends, here, pieces)
-        start = here + sum(map(len, pieces))
+        found.add(chunks[i].start + lo, pieces, same=run[0].parent == lineage[i - 1])
         i += len(run)
+    found.grow(len(found.ids))
+    return _joined(found.placed[len(prefix) :])
 
 
-def _before(head: Entry, ids: list[int], index: Index) -> list[Piece]:
-    """The end of the chunk that stood before a run, as far as `ids` end in the same tokens: what
-    an edit in the middle of that chunk left of it."""
-    entry = index.get(head.parent)
-    if entry is None or entry.position == 0:
-        return []
-    common = _common(entry.ids[::-1], ids[: -len(entry.ids) - 1 : -1], 0)
-    return [Piece(entry, len(entry.ids) - common, len(entry.ids))] if common else []
+@dataclass
+class _Found:
+    """What has been found for a prompt, from left to right. What ends before `at` is settled.
+
+    placed: where each piece stands, and what is before it. ends: where each chunk's last token that
+    is here stands, and which one it is.
+    """
+
+    ids: tuple[int, ...]
+    index: Index
+    at: int = 0
+    company: Seam = Seam.NONE
+    placed: list[tuple[int, Piece, Seam]] = field(default_factory=list)
+    ends: dict[ChunkKey, tuple[int, int]] = field(default_factory=dict)
+
+    def put(self, here: int, pieces: Sequence[Piece], seam: Seam) -> None:
+        for piece in pieces:
+            self.placed.append((here, piece, seam))
+            here, seam = here + len(piece), Seam.NONE
+            self.ends[piece.entry.key] = here, piece.hi
+            self.at = here
+
+    def add(self, here: int, run: list[Piece], *, same: bool) -> None:
+        """Add a run of whole chunks, and before it what edits left of the chunks that they cut."""
+        if same or self._near(run[0], here, sum(map(len, run))) or self._alike(run[0], here):
+            self._fill(here, self._before(run[0]) if here > self.at else [])
+            self.company = Seam.NONE if same or self._follows(run[0], here) else Seam.SHIFT
+        else:
+            self.grow(here)
+            self.company = Seam.COMPOSITION
+        self.put(here, run, self.company)
+
+    def grow(self, end: int) -> None:
+        """Add what follows the last run both here and where it was computed. Not after a passage:
+        what stands between those is better computed for its new neighbours."""
+        if self.company is not Seam.COMPOSITION:
+            self._fill(end, [])
+
+    def _fill(self, end: int, before: list[Piece]) -> None:
+        """Fill [at, end) with pieces of what stood before the run at `end`, and after the last."""
+        gap, start, old = self.ids[self.at : end], self.at, [before]
+
+        def texts() -> Iterator[Text]:
+            yield self._text(before, tail=True)
+            if self.placed:
+                old.append(self._after(gap))
+                yield self._text(old[-1], tail=False)
+
+        for n, (at, place, length) in fit(gap, texts(), MIN_MOVED_TOKENS):
+            here = start + at
+            for piece in _cut(old[n], place, place + length):
+                self.put(here, [piece], Seam.NONE if self._follows(piece, here) else Seam.SHIFT)
+                here += len(piece)
+
+    def _text(self, old: list[Piece], *, tail: bool) -> Text:
+        ids = tuple(token for piece in old for token in piece.entry.ids[piece.lo : piece.hi])
+        return Text(ids, head=bool(old) and self._follows(old[0], self.at), tail=tail)
+
+    def _follows(self, piece: Piece, here: int) -> bool:
+        """Whether the piece stands here right behind the last one, as it did when computed."""
+        if not self.placed or here != self.at:
+            return False
+        last = self.placed[-1][1]
+        if last.hi < len(last.entry.ids):
+            return last.entry.key == piece.entry.key and last.hi == piece.lo
+        return last.entry.key == piece.entry.parent and piece.lo == 0
+
+    def _near(self, head: Piece, here: int, tokens: int) -> bool:
+        """Whether a run has its old context near it, or is long for what changed before it.
+
+        An edit leaves a small gap after text that is here; a retrieved passage among new
+        neighbours finds nothing of its old context near.
+        """
+        kept, gap, far = 0, max(head.position, here), max(FAR, SHIFT_RATIO * tokens)
+        entry = self.index.get(head.entry.parent)
+        while entry is not None and (kept or head.position - entry.position <= far):
+            if entry.key in self.ends:
+                if kept == 0:
+                    end, hi = self.ends[entry.key]
+                    gap = max(head.position - entry.position - hi, here - end)
+                kept += len(entry.ids)
+                if gap <= kept / 2 or gap > SHIFT_GAP:
+                    break
+            entry = self.index.get(entry.parent)
+        return gap <= max(SHIFT_RATIO * tokens, min(SHIFT_GAP, kept / 2))
+
+    def _alike(self, head: Piece, here: int) -> bool:
+        """Whether half of what stood before a run stands before it here."""
+        old: tuple[int, ...] = ()
+        entry = self.index.get(head.entry.parent)
+        while entry is not None and len(old) < SHIFT_GAP:
+            old = (*entry.ids, *old)
+            entry = self.index.get(entry.parent)
+        new, old = self.ids[max(0, here - SHIFT_GAP) : here], old[-SHIFT_GAP:]
+        back = align(new[::-1], Text(old[::-1]), GRAM)  # what is near counts first
+        same = sum(match.length for match in back)
+        return 2 * same >= max(len(old), SHIFT_GAP // 2)
+
+    def _before(self, head: Piece) -> list[Piece]:
+        """What stood before a run, back to what of it is here already."""
+        old: list[Piece] = []
+        entry = self.index.get(head.entry.parent)
+        while entry is not None and entry.position and head.position - entry.position <= FAR:
+            _, hi = self.ends.get(entry.key, (0, 0))
+            if hi < len(entry.ids):
+                old.insert(0, Piece(entry, hi, len(entry.ids)))
+            if hi:
+                break
+            entry = self.index.get(entry.parent)
+        return old
+
+    def _after(self, wanted: Sequence[int]) -> list[Piece]:
+        """What followed the last piece, as long as it has something of what is wanted."""
+        last, misses = self.placed[-1][1], 0
+        old = [Piece(last.entry, last.hi, len(last.entry.ids))] if last.entry.position else []
+        entry, tried, known = last.entry, {last.entry.key}, set(grams(wanted))
+        while misses < 2 and sum(map(len, old)) < 2 * len(wanted) + MIN_MOVED_TOKENS:
+            # What an edit made of a chunk may have no followers of its own: those of its siblings.
+            found = self.index.children(entry.key) or self.index.children(entry.parent)
+            fresh = [e for e in found if e.position and e.key not in tried]
+            scores = [len(known.intersection(grams(e.ids))) for e in fresh]
+            if not fresh:
+                break
+            entry = fresh[scores.index(max(scores))]
+            misses = 0 if 4 * max(scores) > len(entry.ids) else misses + 1
+            old.append(Piece(entry, 0, len(entry.ids)))
+            tried.add(entry.key)
+        return [piece for piece in old if len(piece)]
 
 
-def _after(last: Entry, ids: list[int], at: int, index: Index) -> list[Piece]:
-    """The beginning of a chunk that followed a run, as far as the prompt goes on in the same
-    tokens."""
-    found = [Piece(e, 0, _common(e.ids, ids, at)) for e in index.children(last.key)]
-    best = max(found, key=len, default=None)
-    return [best] if best else []
-
-
-def _note_ends(ends: dict[ChunkKey, int], start: int, pieces: Sequence[Piece]) -> None:
+def _cut(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
+    """Tokens [start, end) of what the pieces are together."""
+    parts: list[Piece] = []
     for piece in pieces:
-        start += len(piece)
-        ends[piece.entry.key] = start
+        lo, hi = max(start, 0), min(end, len(piece))
+        if lo < hi:
+            parts.append(Piece(piece.entry, piece.lo + lo, piece.lo + hi))
+        start, end = start - len(piece), end - len(piece)
+    return parts
+
+
+def _joined(placed: list[tuple[int, Piece, Seam]]) -> list[Splice]:
+    """One splice for neighbours that were neighbours: one shift moves all of it."""
+    splices: list[Splice] = []
+    for here, piece, seam in placed:
+        last = splices[-1] if splices else None
+        if last and seam is Seam.NONE and (last.end, last.shift) == (here, here - piece.position):
+            splices[-1] = replace(last, pieces=(*last.pieces, piece))
+        else:
+            splices.append(Splice(here, (piece,), False, seam))
+    return splices
 
 
 def lineages(chunks: Sequence[Chunk], exact_until: int, keys: KeySpace) -> list[ChunkKey]:
@@ -285,35 +398,3 @@ def _run(head: Entry, i: int, variants: list[list[Entry]], lineage: list[ChunkKe
             break
         run.append(min(following, key=lambda e: wanted.index(e.parent)))
     return run
-
-
-def _seam(head: Piece, here: int, tokens: int, ends: dict[ChunkKey, int], index: Index) -> Seam:
-    """Classify by what stood between the run and the nearest of its old context that is here.
-
-    An edit leaves a small gap after text that is here; a retrieved passage among new neighbours
-    finds nothing of its old context near. `ends` says where the chunks spliced so far end.
-    """
-    common, gap = 0, max(head.position, here)
-    key = head.entry.parent
-    while (entry := index.get(key)) is not None:
-        if key in ends:
-            if common == 0:
-                stood = entry.position + len(entry.ids)
-                gap = max(head.position - stood, here - ends[key])
-            common += len(entry.ids)
-        key = entry.parent
-    near = gap <= min(SHIFT_GAP, common / 2)
-    return Seam.SHIFT if near or gap <= SHIFT_RATIO * tokens else Seam.COMPOSITION
-
-
-def _contiguous(start: int, pieces: Sequence[Piece], seam: Seam) -> Iterator[Splice]:
-    """Split a run where its pieces did not stand at neighbouring positions (same tokens between,
-    stored by different requests), so that one shift moves a whole splice."""
-    cuts = [
-        0,
-        *(n + 1 for n, (a, b) in enumerate(pairwise(pieces)) if a.position + len(a) != b.position),
-    ]
-    for lo, hi in zip(cuts, [*cuts[1:], len(pieces)], strict=True):
-        part = tuple(pieces[lo:hi])
-        yield Splice(start, part, False, seam if lo == 0 else Seam.NONE)
-        start += sum(map(len, part))

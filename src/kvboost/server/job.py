@@ -223,6 +223,7 @@ class Job:
             timing=self.timing,
             policy=self.options[0].policy.name,
             exact=made.prefilled.exact if made else False,
+            seconds=self.clock.elapsed(),
             misses=self.misses,
             gaps=tuple(self.gaps),
             error=error,

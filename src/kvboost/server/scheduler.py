@@ -222,7 +222,7 @@ class Scheduler:
         outcome = {Cancelled: "cancelled", DeadlineError: "deadline"}.get(type(error), "failed")
         if not isinstance(error, KVBoostError | Cancelled):
             _log.error("request %s failed", job.work.id, exc_info=error)
-        self._over(job, outcome, str(error))
+        self._over(job, outcome, type(error).__name__)
         job.tell(error)
 
     def _over(self, job: Job, outcome: str, error: str) -> None:

@@ -119,6 +119,8 @@ class Served:
     outcome: "done", "cancelled" (the client left), "deadline", or "failed". misses: tokens that
     were computed, by reason ("new", "little", "short", "sink", "off", "unmovable"). gaps: seconds
     between successive tokens of an answer. prompt: how long it is, also if nothing was computed.
+    seconds: from submission to the end, queue included. error: its kind, never its words, which may
+    be the client's.
     """
 
     id: str
@@ -131,6 +133,7 @@ class Served:
     timing: Timing
     policy: str
     exact: bool
+    seconds: float = 0.0
     misses: Mapping[str, int] = field(default_factory=dict)
     gaps: tuple[float, ...] = ()
     error: str = ""

@@ -16,7 +16,7 @@ from kvboost.store.memory import Memory
 from kvboost.store.shelf import Found, Shelf, TierStats
 from kvboost.types import Chunk
 
-_ASKS = 32
+_ASKS = 64
 """Questions that one plan may ask the shelves beyond the first two, about neighbours of what was
 found; unanswered, a run counts as one among new neighbours."""
 
