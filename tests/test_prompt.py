@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -102,6 +103,30 @@ def test_documents_go_to_a_template_that_takes_them() -> None:
     )
     assert built.ids == (1, 50, 9, 51, 5, 6, 50, 51, 7, 8, 20)
     assert pieces(built) == [[1, 50, 9, 51], [5, 6], [50, 51], [7, 8], [20]]
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CLOCK = {"type": "function", "function": {"name": "clock", "description": "Die Zeit, schön"}}
+
+
+def test_tools_are_rendered_by_the_template_and_moved_as_pieces(real: Any) -> None:
+    taught = deepcopy(real)
+    taught.chat_template = (
+        "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{{ messages[0]['content'] }}"
+    )
+    builder, chat = PromptBuilder(taught), [{"role": "user", "content": "What time is it?"}]
+    one, other = (builder.build(chat, tools=t) for t in ([WEATHER, CLOCK], [CLOCK, WEATHER]))
+    assert len(one.borders) == 3 or len(one.borders) == 4
+    cuts = [[p.ids[a:b] for a, b in pairwise([0, *p.borders, len(p.ids)])] for p in (one, other)]
+    assert {taught.decode(c) for c in cuts[0]} == {taught.decode(c) for c in cuts[1]}
+
+
+def test_tools_without_a_place_for_them_are_refused(real: Any) -> None:
+    chat = [{"role": "user", "content": "What time is it?"}]
+    with pytest.raises(PromptError, match="knows no tools"):
+        PromptBuilder(real).build(chat, tools=[CLOCK])
+    with pytest.raises(PromptError, match="messages"):
+        PromptBuilder(real).build("What time is it?", tools=[CLOCK])
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,44 @@ def test_greedy_takes_the_largest_and_eos_ends_without_text() -> None:
     assert (one.ids, one.text) == ([65, 66], "A")
 
 
+def test_penalties_and_bias_are_those_of_openais_api() -> None:
+    """Less frequency for each time in the answer, and presence for having been there."""
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.75, "logit_bias": {3: 1.0}}
+    one = answer(**options)
+    scores = torch.tensor([[0.0, 0.0, 1.0, 0.5]])
+    seen: list[int] = []
+    for _ in range(6):
+        expected = scores[0].clone() + torch.tensor([0.0, 0.0, 0.0, 1.0])
+        for token in set(seen):
+            expected[token] -= 0.5 + 0.75 * seen.count(token)
+        seen.append(int(expected.argmax()))
+        one.take(scores, [2, 2, 2, 3])  # the prompt's tokens are not counted
+    assert one.ids == seen and len(set(seen)) == 4
+    assert scores.tolist() == [[0.0, 0.0, 1.0, 0.5]]
+
+
+def test_processors_see_the_tokens_so_far_and_have_their_way() -> None:
+    told: list[list[int]] = []
+
+    def only(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        told.append(ids[0].tolist())
+        return scores.masked_fill(torch.arange(4) != len(told), float("-inf"))
+
+    one = answer(processors=[only], temperature=1.0)
+    for _ in range(2):
+        one.take(torch.zeros(1, 4), [3])
+    assert one.ids == [1, 2] and told == [[3], [3, 1]]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"presence_penalty": 2.1}, {"frequency_penalty": "x"}, {"logit_bias": {-1: 1.0}}],
+)
+def test_penalties_out_of_range_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Sampling(**bad)
+
+
 def test_a_stop_string_ends_the_answer() -> None:
     one, ids = answer(stop="AA"), []
     for _ in range(2):

@@ -110,13 +110,13 @@ def test_one_answer_is_what_the_library_gives(make: Make, served: list[Served]) 
 def test_answers_in_a_batch_are_what_each_is_alone(make: Make, seed: int) -> None:
     chance = random.Random(seed)
     asked = [
-        dict(
-            prompt=tokens(chance.randrange(1, 300), 100 * seed + n),
-            max_new_tokens=chance.randrange(1, 30),
-            temperature=chance.choice([0.0, 1.0]),
-            seed=n,
-            reuse="off",
-        )
+        {
+            "prompt": tokens(chance.randrange(1, 300), 100 * seed + n),
+            "max_new_tokens": chance.randrange(1, 30),
+            "temperature": chance.choice([0.0, 1.0]),
+            "seed": n,
+            "reuse": "off",
+        }
         for n in range(12)
     ]
     on = make(slots=5)
@@ -171,7 +171,7 @@ def test_an_answer_goes_on_while_a_long_prompt_is_read(make: Make) -> None:
         short = await on.submit(work(tokens(5, 1), max_new_tokens=400))
         times, began = [], 0.0
         reading = None
-        async for event in short:
+        async for _ in short:
             times.append(time.perf_counter())
             if len(times) == 20:
                 began = times[-1]
@@ -230,6 +230,7 @@ def test_a_full_queue_says_when_to_come_back(make: Make) -> None:
         with pytest.raises(BusyError) as refused:
             await on.submit(work([4]))
         assert refused.value.retry_after >= 1
+        assert len(on.boost._upgrades.traffic.open) == 3
         return await asyncio.gather(*map(events, (first, *waiting)))
 
     assert all(isinstance(found[-1], Done) for found in run(many()))

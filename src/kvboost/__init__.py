@@ -8,6 +8,7 @@ from kvboost.errors import (
     ModelFileError,
     ModelNotFoundError,
     PromptError,
+    PromptTooLongError,
     UnsupportedModelError,
 )
 from kvboost.explain import Explanation
@@ -42,6 +43,7 @@ __all__ = [
     "ModelNotFoundError",
     "NoRecompute",
     "PromptError",
+    "PromptTooLongError",
     "QueryRecompute",
     "RecomputePolicy",
     "Score",

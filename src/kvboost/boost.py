@@ -174,9 +174,9 @@ class KVBoost:
         `cache.batch_repeat_interleave(num_beams)`) then work on reused KV. Assisted decoding of
         transformers 5 goes wrong on any cache that is not empty. The cache is the caller's.
         """
-        prefilled = self._prefill(prompt, self.parse(options))
-        keep = len(prefilled.prompt.ids) - 1
-        layers = [prefilled.buffer.layer(n) for n in range(self._engine.runner.layers)]
+        made = self._prefill(prompt, self.parse(options))
+        keep = len(made.prompt.ids) - 1
+        layers = [made.buffer.layer(n) for n in range(self._engine.runner.layers)]
         return plain_cache(
             self.model, [(k[None, :, :keep].clone(), v[None, :, :keep].clone()) for k, v in layers]
         )
@@ -337,17 +337,18 @@ class KVBoost:
 
     def parse(self, options: PromptOptions | GenerateOptions) -> Options:
         """Options, checked. Raises ConfigError."""
-        return Options.of(options, self._auto)
+        parsed, known = Options.of(options, self._auto), self._engine.runner.vocabulary
+        if any(token >= known for token in parsed.sampling.logit_bias):
+            raise ConfigError(f"logit_bias names a token that is not among the model's {known}")
+        return parsed
 
     def build(self, prompt: PromptLike, options: Options, clock: Stopwatch) -> Prompt:
         """Token ids and borders. Raises PromptError."""
         self._check_weights()
         built = self._prompts.build(prompt, options.documents, options.segments, options.tools)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if max(built.ids) >= vocabulary:
-            raise PromptError(
-                f"token id {max(built.ids)} is not in the model's {vocabulary} tokens"
-            )
+        known, most = self._engine.runner.vocabulary, max(built.ids)
+        if most >= known:
+            raise PromptError(f"token id {most} is not in the model's {known} tokens")
         clock.lap("tokenize")
         return built
 
@@ -378,11 +379,10 @@ class KVBoost:
     def scoped(self, namespace: str, shared: str | None = None) -> Self:
         """The same model and store, seen from another namespace. What is stored under `shared` is
         found too, and nothing is stored there."""
-        other = copy(self)
+        other, engine = copy(self), copy(self._engine)
         other._whole = self  # closes the store when it is collected
         other.config = replace(self.config, namespace=namespace)
-        other._engine = copy(self._engine)
-        other._engine.namespace, other._engine.shared = other.config.namespace, shared
+        engine.namespace, engine.shared, other._engine = namespace, shared, engine
         return other
 
     def _answer(self, options: Options) -> Answer:

@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 import kvboost
-from kvboost import cli_bench, cli_cache, cli_calibrate
+from kvboost import cli_bench, cli_cache, cli_calibrate, cli_serve
 from kvboost.boost import KVBoost
 from kvboost.demo import demo as run_demo
 from kvboost.errors import ConfigError, KVBoostError
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.add_typer(cli_cache.app, name="cache")
 app.command()(cli_bench.bench)
 app.command()(cli_calibrate.calibrate)
+app.command()(cli_serve.serve)
 BUDGETS = ("5%", "10%", "20%", "40%")
 Model = Annotated[
     str,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvboost.chunking import Chunker
 from kvboost.config import KVFormat
-from kvboost.errors import ConfigError, PromptError
+from kvboost.errors import ConfigError, PromptTooLongError
 from kvboost.keys import ChunkKey, KeySpace
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
@@ -103,7 +103,7 @@ class Engine:
     ) -> Prefilled:
         """Make the prompt's KV and its last logits; the buffer has `room` for more tokens.
 
-        Raises PromptError if the prompt does not fit the model's window.
+        Raises PromptTooLongError if the prompt does not fit the model's window.
         """
         ids = prompt.ids
         self.room(len(ids), room)
@@ -137,12 +137,12 @@ class Engine:
 
     def room(self, tokens: int, wanted: int) -> int:
         """How many of `wanted` tokens may follow a prompt of `tokens`: at least one. Raises
-        PromptError if the prompt alone is over the model's window."""
+        PromptTooLongError if the prompt alone is over the model's window."""
         window = self.runner.support.max_tokens
         if window is None:
             return wanted
         if tokens > window:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"the prompt has {tokens} tokens and the model's window is {window}: "
                 f"shorten it by {tokens - window}"
             )

@@ -26,6 +26,10 @@ class PromptError(KVBoostError, ValueError):
     """The prompt is empty, malformed, or longer than the model's window."""
 
 
+class PromptTooLongError(PromptError):
+    """The prompt has more tokens than the model's window, or than a server takes."""
+
+
 class ModelNotFoundError(KVBoostError):
     """The model is not on this machine; the message says which command installs it."""
 

@@ -44,6 +44,7 @@ class ModelRunner:
         self.layout = self.support.layout
         self.layers = self.layout.layers
         config = model.config.get_text_config()
+        self.vocabulary: int = config.vocab_size
         self.shape = f"{config.model_type}-{self.layers}x{config.hidden_size}"
 
     def new_buffer(self, capacity: int) -> KVBuffer:

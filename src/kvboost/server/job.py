@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import takewhile
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kvboost.boost import KVBoost
 from kvboost.engine import Prefilled
-from kvboost.errors import ConfigError, PromptError
+from kvboost.errors import ConfigError, PromptTooLongError
 from kvboost.generation import Generation
 from kvboost.metrics import Stopwatch
 from kvboost.options import Options
@@ -95,8 +96,7 @@ class Job:
         self.gaps: list[float] = []
         self.usage = Usage()
         self._begun = False
-        self._traffic = view._upgrades.traffic.request()
-        self._traffic.__enter__()
+        self._open = ExitStack()
 
     @classmethod
     def of(
@@ -116,7 +116,7 @@ class Job:
             )
         built = view.build(work.prompt, options, clock)
         if limits.prompt_tokens is not None and len(built.ids) > limits.prompt_tokens:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"the prompt has {len(built.ids)} tokens and this server takes "
                 f"{limits.prompt_tokens}: shorten it"
             )
@@ -162,6 +162,10 @@ class Job:
             return DeadlineError("the request took longer than this server allows")
         return None
 
+    def open(self) -> None:
+        """The request is taken: until it is over, nothing is upgraded."""
+        self._open.enter_context(self.view._upgrades.traffic.request())
+
     def begin(self, twin: Generation | None) -> None:
         """Prefill, or take over the twin's KV."""
         view, top = self.view, self.work.top_logprobs
@@ -197,7 +201,7 @@ class Job:
         generated = sum(len(choice.made.answer.ids) for choice in self.choices)
         self.usage = replace(self.usage, generated=generated)
         self.view.account(self.usage)
-        self._traffic.__exit__(None, None, None)
+        self._open.close()
 
     def tell_started(self, made: Generation) -> None:
         if not self._begun:
@@ -244,8 +248,8 @@ def _taken_over(made: Prefilled) -> Prefilled:
 
 class Ticket:
     """A request that was taken. Iterate once, in the event loop that submitted it: Started, then
-    Piece and Ended of every answer, then Done. Raises what went wrong: PromptError, ConfigError,
-    DeadlineError, BusyError if the server stops, or any other exception for a fault of ours."""
+    Piece and Ended of every answer, then Done. Raises what went wrong: Cancelled, DeadlineError,
+    BusyError if the server stops, ConfigError, or any other exception for a fault of ours."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -43,7 +44,7 @@ class Scheduler:
         self._views: dict[Tenant, KVBoost] = {}
         self._waiting: FairQueue[Job] = FairQueue()
         self._running: list[Job] = []
-        self._turns = Turns(self._between)
+        self._turns = Turns(self._between, lambda: bool(self._running))
         self._starting: Job | None = None
         self._usual = 1.0  # seconds that a request takes, smoothed
         self._tokenizing = threading.Lock()
@@ -63,6 +64,7 @@ class Scheduler:
         job = await asyncio.to_thread(self._prepare, work, started, loop)
         with self._changed:
             self._refuse_if_busy()
+            job.open()
             self._waiting.put(work.tenant.name, job)
             self._changed.notify()
         return Ticket(job)
@@ -86,7 +88,7 @@ class Scheduler:
     def close(self, drain: float) -> None:
         """Take no more requests, give those in hand so many seconds, cancel what is left, stop."""
         with self._changed:
-            self._closing = time.monotonic() + drain
+            self._closing = min(time.monotonic() + drain, self._closing or inf)
             self._changed.notify()
         self._thread.join(drain + 30.0)
 
@@ -147,9 +149,8 @@ class Scheduler:
         self._starting = job
         job.queued = job.clock.lap("queue")
         try:
-            with self._turns.prefill(busy=bool(self._running)):
-                twin = next((other for other in self._running if other.key == job.key), None)
-                job.begin(twin.first if twin else None)
+            twin = next((other for other in self._running if other.key == job.key), None)
+            job.begin(twin.first if twin else None)
             job.misses = misses(job.view._engine, job.first.prefilled, job.options[0].reuse)
             self._running.append(job)
             for choice in job.live:
@@ -171,7 +172,7 @@ class Scheduler:
             return
         requests = [(choice.made.prefilled, choice.made.ids) for _, choice in live]
         try:
-            with self._turns.step(len(live)):
+            with self._turns.step():
                 logits = self.boost._engine.steps(requests)
         except Exception:  # noqa: BLE001 - whose it is shows when each runs alone
             _log.exception("a batched step failed: going on one by one")

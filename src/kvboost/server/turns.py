@@ -20,16 +20,15 @@ class Turns:
     comes after at most about twice its usual time. Both times are measured, and smoothed.
     """
 
-    def __init__(self, between: Callable[[], None]) -> None:
-        """between: takes the steps, and raises to end the prefill."""
-        self._between = between
-        self._alone = True
+    def __init__(self, between: Callable[[], None], busy: Callable[[], bool]) -> None:
+        """between: takes the steps, and raises to end the prefill. busy: whether there are any."""
+        self._between, self._busy = between, busy
         self._step = 0.05
         self._row = 0.001
         self._given, self._since = 0, 0.0
 
     def rows(self) -> int:
-        wanted = _MOST if self._alone else int(_SHARE * self._step / self._row)
+        wanted = int(_SHARE * self._step / self._row) if self._busy() else _MOST
         self._given, self._since = min(max(wanted, _LEAST), _MOST), time.perf_counter()
         return self._given
 
@@ -41,12 +40,8 @@ class Turns:
         self._between()
 
     @contextmanager
-    def prefill(self, *, busy: bool) -> Iterator[None]:
-        self._alone, self._given = not busy, 0
-        yield
-
-    @contextmanager
-    def step(self, answers: int) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        """Around a step."""
         start = time.perf_counter()
         yield
         self._step += 0.2 * (time.perf_counter() - start - self._step)
