@@ -86,10 +86,10 @@ class Passes:
         """
         after = 0
         for block in self._blocks(rows):
-            if after:
-                self.pause("forward")
             logits = self._pass(block, after)
             after = block[-1] + 1
+            if block[-1] != rows[-1]:
+                self.pause("forward")
         return logits
 
     def _blocks(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -6,6 +6,7 @@ listed as `Unsupported`, so that the refusal can say so.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -56,6 +57,23 @@ class Strict(BaseModel):
     """Takes no unknown field, and no text for a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Body(Strict):
+    """All of what a client sent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: object) -> object:
+        """JSON can write what no UTF-8 can; templates, tokenizers and grammars would break at it."""
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            before = error.object[max(0, error.start - 20) : error.start]
+            raise wrong(f"after {before!r} there is half of a surrogate pair, no character") from None
+        except RecursionError:
+            raise wrong("it is nested too deeply") from None
+        return value
 
 
 class CacheControl(Strict):
@@ -194,7 +212,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-class Reused(Strict):
+class Reused(Body):
     """What the cache may do for a request: fields of our own."""
 
     reuse: Reuse = "auto"
@@ -310,7 +328,7 @@ class TextAsk(Ask):
 OnePrompt = Annotated[_Text | Annotated[list[TokenId], Tag("~ids")], Discriminator(_kind)]
 
 
-class Warm(Strict):
+class Warm(Body):
     """POST /v1/cache/warm: documents, or the beginning of a chat, to be computed ahead. pin:
     seconds for which they stay in memory."""
 
