@@ -16,12 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import openai
 import psutil
@@ -33,6 +33,7 @@ from benchmarks.report import between_marks, head
 from kvboost import hub
 from kvboost.bench.material import Material
 
+T = TypeVar("T")
 _CLIENTS, _ANSWER = 8, 96
 
 
@@ -86,6 +87,19 @@ def server(model: str, *options: str) -> Iterator[Served]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+def talk(served: Served, what: Coroutine[Any, Any, T]) -> T:
+    """Run it, and hang up."""
+
+    async def run() -> T:
+        try:
+            return await what
+        finally:
+            for client in served.clients.values():
+                await client.close()
+
+    return asyncio.run(run())
 
 
 async def _until_up(served: Served) -> None:
@@ -163,7 +177,7 @@ def load(model: str, texts: Texts, n: int) -> list[str]:
     rows: dict[str, tuple[float, list[Heard]]] = {}
     for name, clients in (("one at a time", 1), (f"{_CLIENTS} clients", _CLIENTS)):
         with server(model) as served:
-            rows[name] = asyncio.run(_drive(served, known, asked, clients))
+            rows[name] = talk(served, _drive(served, known, asked, clients))
     lines = head("", "seconds", "tokens/s", "TTFT median", "gap median", "gap p95", "reused")
     for name, (took, heard) in rows.items():
         gaps = [g for h in heard for g in h.gaps]
@@ -218,7 +232,7 @@ def stalls(model: str, texts: Texts) -> list[str]:
         )
 
     with server(model) as served:
-        found = asyncio.run(run(served))
+        found = talk(served, run(served))
     lines = head("gaps between tokens", "median", "p95", "p95 over the unloaded")
     others = f"{_CLIENTS - 1} clients"
     names = ("one client", others, f"{others} while prompts of 2,500 arrive")
@@ -245,7 +259,7 @@ def flat(model: str, n: int) -> list[str]:
         return [*seen, served.memory]
 
     with server(model, "--max-bytes", str(64 << 20)) as served:
-        seen = asyncio.run(run(served))
+        seen = talk(served, run(served))
     lines = head("requests", *(str(200 * k) for k in range(1, len(seen))))
     return [*lines, _row("resident, MB", *(f"{b / 1e6:.0f}" for b in seen[1:]))]
 
@@ -260,7 +274,7 @@ def overhead(model: str, texts: Texts) -> list[str]:
         return [(h.ttft - h.server_ttft) for _ in range(20) for h in [await ask(client, prompt, 2)]]
 
     with server(model) as served:
-        extra = asyncio.run(run(served))
+        extra = talk(served, run(served))
     usual, most = _ms(statistics.median(extra)), _ms(max(extra))
     return [
         f"\nOver HTTP a warm exact hit of 1,000 tokens takes {usual} more to its first token than "
@@ -295,7 +309,7 @@ def tenants(model: str, texts: Texts, n: int) -> list[str]:
         json.dump({"keys": keys}, file)
         file.flush()
         with server(model, "--api-keys", file.name, "--shared", "common") as served:
-            ratios, cached, common = asyncio.run(run(served))
+            ratios, cached, common = talk(served, run(served))
     low, high = _interval(ratios)
     ratio = f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
     return [

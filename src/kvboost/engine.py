@@ -223,7 +223,7 @@ class Engine:
         alike = [
             n for n, (_, ids) in enumerate(requests) if self.runner.support.regime(len(ids)) == ""
         ]
-        if len(alike) < 2:
+        if not alike:
             return torch.cat([self.step(*request) for request in requests])
         with self.runner.lock:
             logits = self.runner.steps(

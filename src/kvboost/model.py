@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     DynamicCache,
     PreTrainedModel,
@@ -247,12 +248,28 @@ def _apart(
     **options: Any,
 ) -> Attended:
     """Each request of a batch looks at its own buffer."""
-    cache, layer = cast(BatchCache, _hook.get()[0]), cast(int, module.layer_idx)
+    cache, implementation = cast("tuple[BatchCache, str]", _hook.get())
     outputs = []
-    for n, (k, v) in enumerate(cache.read(layer)):
+    for n, (k, v) in enumerate(cache.read(cast(int, module.layer_idx))):
         mask = None if attention_mask is None else attention_mask[n : n + 1, ..., : k.shape[2]]
-        outputs.append(_attend(module, query[n : n + 1], k, v, mask, **options)[0])
+        q = query[n : n + 1]
+        if implementation == "sdpa":
+            outputs.append(_attend_one(q, k, v, mask, options.get("scaling")))
+        else:
+            outputs.append(_attend(module, q, k, v, mask, **options)[0])
     return torch.cat(outputs), None
+
+
+def _attend_one(
+    q_1Q1D: Tensor, k_1HTD: Tensor, v_1HTD: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """What transformers' sdpa attention gives one query, `[1, 1, heads, D]`. Heads that share keys
+    are taken for queries of one head, so that the keys need not be copied for each of them: a step
+    of 7 answers of 500 tokens takes .45 of the time (135M, bf16)."""
+    heads = k_1HTD.shape[1]
+    q = q_1Q1D.reshape(1, heads, -1, q_1Q1D.shape[-1])
+    out = scaled_dot_product_attention(q, k_1HTD, v_1HTD, attn_mask=mask, scale=scaling)
+    return out.reshape(1, 1, -1, out.shape[-1])
 
 
 AttentionInterface.register(_PROBE, _observed)

@@ -33,6 +33,8 @@ _ENDLESS = 1 << 16
 """Tokens of an answer to which nobody gave a limit: the model's window ends it before, mostly."""
 _OF_COMPLETIONS = 16
 """The same of plain completions, where OpenAI's API has this default."""
+_COLDEST = 1e-5
+"""Temperatures below are 0: the likeliest token is as good as certain."""
 _DAY, _FIVE_MINUTES = 86400.0, 300.0
 
 
@@ -121,7 +123,7 @@ class Reader:
             raise ApiError(400, f"this server gives answers of at most {most} tokens", param=name)
         options = reuse_options(ask)
         options["max_new_tokens"] = min(wanted, most or wanted)
-        options["temperature"] = 1.0 if ask.temperature is None else float(ask.temperature)
+        options["temperature"] = 1.0 if ask.temperature is None else _divisor(ask.temperature)
         options["stop"] = ask.stop or ()
         options["seed"] = ask.seed
         bias = {int(token): float(bias) for token, bias in (ask.logit_bias or {}).items()}
@@ -238,6 +240,11 @@ def _call(number: int, place: int, call: ToolCall) -> dict[str, Any]:
         raise ApiError(400, "arguments must be a JSON object, as text", param=where)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _divisor(temperature: float) -> float:
+    """Scores are divided by it: by next to nothing they would be infinite."""
+    return float(temperature) if temperature >= _COLDEST else 0.0
 
 
 def _key_pin(ask: Ask) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -84,10 +85,11 @@ class Grammars:
         known = sorted({end for end in ends if end is not None})
         vocabulary, probe = model.config.get_text_config().vocab_size, '{"a": 1}'
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            made = LLTokenizer(_readable(backend.to_str()), n_vocab=vocabulary, eos_token=known)
-            if made.decode_bytes(made.tokenize_str(probe)).endswith(probe.encode()):
-                return made
+        if backend is not None and known:
+            with suppress(ValueError):  # a kind of tokenizer that it can't read
+                made = LLTokenizer(_readable(backend.to_str()), n_vocab=vocabulary, eos_token=known)
+                if made.decode_bytes(made.tokenize_str(probe)).endswith(probe.encode()):
+                    return made
         raise ConfigError(
             "response_format and forced tools can't be kept to with this model's tokenizer: "
             "leave them out"

@@ -136,8 +136,10 @@ class Job:
 
     @property
     def key(self) -> object:
-        """Requests with the same key need the same KV."""
+        """Requests with the same key need the same KV; with reuse off it is for nobody else."""
         o, t = self.options[0], self.work.tenant
+        if o.reuse == "off":
+            return self
         return (t.namespace, t.shared, self.built, o.reuse, o.policy)
 
     @property
@@ -240,9 +242,10 @@ def _seeded(sampling: Sampling, n: int) -> Sampling:
 
 
 def _taken_over(made: Prefilled) -> Prefilled:
-    """Nothing of it was computed for this request."""
+    """Nothing of it was computed for this request. Behind moved KV nothing is exact."""
     usage = made.usage
-    taken = replace(usage, exact=usage.exact + usage.computed, computed=0)
+    into = "exact" if made.exact else "moved"
+    taken = replace(usage, computed=0, **{into: getattr(usage, into) + usage.computed})
     return replace(made, usage=taken, passes=())
 
 

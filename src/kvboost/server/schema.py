@@ -65,14 +65,18 @@ class Body(Strict):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, value: object) -> object:
-        """JSON can write what no UTF-8 can; templates, tokenizers and grammars would break at it."""
+        """JSON can write what UTF-8 can't; templates, tokenizers and grammars break at it."""
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             before = error.object[max(0, error.start - 20) : error.start]
-            raise wrong(f"after {before!r} there is half of a surrogate pair, no character") from None
+            raise wrong(
+                f"after {before!r} there is half of a surrogate pair, no character"
+            ) from None
         except RecursionError:
             raise wrong("it is nested too deeply") from None
+        except TypeError:  # bytes: it was not sent as JSON
+            raise wrong("send JSON, with the header Content-Type: application/json") from None
         return value
 
 

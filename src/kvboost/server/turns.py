@@ -9,15 +9,15 @@ from contextlib import contextmanager
 _LEAST, _MOST = 16, 512
 """Rows of a pass. Fewer than so many cost nearly as much; with more, nobody could end a prefill."""
 
-_SHARE = 0.5
+_SHARE = 1.0
 """Of the time that a step takes, what a pass of a prefill may take before the next step."""
 
 
 class Turns:
     """What an engine asks between its passes (`kvboost.passes.Pauses`).
 
-    While answers are in the making, a pass takes about half as long as one of their steps: a token
-    then comes after one and a half times its usual time. Both times are measured, and smoothed.
+    While answers are in the making, a pass takes about as long as one of their steps: a token
+    then comes after twice its usual time. Both times are measured, and smoothed.
     """
 
     def __init__(self, between: Callable[[], None], busy: Callable[[], bool]) -> None:
