@@ -44,7 +44,7 @@ class Scheduler:
         self._views: dict[Tenant, KVBoost] = {}
         self._waiting: FairQueue[Job] = FairQueue()
         self._running: list[Job] = []
-        self._turns = Turns(self._between, lambda: bool(self._running))
+        self._turns = Turns(self._between, lambda: bool(self._running), lambda: len(self._waiting))
         self._starting: Job | None = None
         self._usual = 1.0  # seconds that a request takes, smoothed
         self._tokenizing = threading.Lock()
