@@ -141,22 +141,23 @@ async def ask(client: openai.AsyncOpenAI, prompt: str, tokens: int = _ANSWER, **
     )
 
 
-@dataclass(frozen=True)
 class Texts:
-    """Prompts of source files that are on this machine."""
+    """Prompts of source files that are on this machine, of each file once."""
 
-    material: Material
-    tokenizer: Any
-    rng: random.Random
+    def __init__(self, material: Material, tokenizer: Any, seed: int) -> None:
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self._files = [text for _, text in material.files]
+        self.rng.shuffle(self._files)
 
     def piece(self, tokens: int) -> str:
-        """So many tokens of some file, never the same."""
-        while True:
-            text = self.rng.choice(self.material.files)[1]
+        """So many tokens of a file."""
+        for n, text in enumerate(self._files):
             ids = self.tokenizer(text).input_ids
             if len(ids) > tokens + 50:
+                del self._files[n]
                 start = self.rng.randrange(len(ids) - tokens)
                 return str(self.tokenizer.decode(ids[start : start + tokens]))
+        raise SystemExit("no file is left that is long enough")
 
     def mixed(self, n: int) -> tuple[list[str], list[str]]:
         """Documents to read ahead, and prompts: every other one asks about two of those in some
@@ -356,7 +357,7 @@ def main(
 ) -> None:
     """Minutes on two cores, with nothing beside it."""
     _, tokenizer = hub.load(model, torch.float32, "cpu")
-    texts = Texts(Material.of(tokenizer, None), tokenizer, random.Random(3))
+    texts = Texts(Material.of(tokenizer, None), tokenizer, 3)
     parts = {
         "load": lambda: load(model, texts, n),
         "stalls": lambda: stalls(model, texts),
