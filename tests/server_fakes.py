@@ -73,7 +73,7 @@ def said(*pieces: str, reason: Any = "stop", choice: int = 0) -> list[Event]:
 
 def script(*events: Any, generated: int = 4) -> Script:
     usage = Usage(7, 5, 2, 3, generated)
-    return Script(STARTED, *events, Done(usage, Timing(total=1.0)))
+    return Script(STARTED, *events, Done(usage, Timing(total=1.0), pinned=True))
 
 
 class FakeTicket:

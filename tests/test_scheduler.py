@@ -13,7 +13,7 @@ import pytest
 import torch
 from families import boost, tokens
 
-from kvboost import ConfigError, KVBoost, PromptError
+from kvboost import ConfigError, KVBoost, PromptError, PromptTooLongError
 from kvboost.server.job import Ticket
 from kvboost.server.limits import Limits
 from kvboost.server.queue import FairQueue
@@ -216,6 +216,23 @@ def test_bad_requests_are_refused_before_they_wait(make: Make) -> None:
         with pytest.raises(error):
             run(on.submit(bad))
     assert len(on._waiting) == 0 and run(ask(on, [1, 2]))
+
+
+def test_what_can_only_be_too_long_is_not_even_tokenised(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = make()
+    monkeypatch.setattr("kvboost.prompt.PromptBuilder.build", lambda *_: pytest.fail("tokenised"))
+    for prompt in ("w5 " * 100_000, [{"role": "user", "content": "w5 " * 100_000}]):
+        with pytest.raises(PromptTooLongError):
+            run(on.submit(work(prompt)))
+
+
+def test_whether_it_is_pinned_is_said(make: Make) -> None:
+    on = make(boost("llama", max_bytes=1 << 20))
+    assert run(ask(on, tokens(100, 1), n=0, pin=9.0))[-1].pinned is True
+    assert run(ask(on, tokens(900, 2), n=0, pin=9.0))[-1].pinned is False
+    assert run(ask(on, tokens(30, 3)))[-1].pinned is None
 
 
 def test_a_full_queue_says_when_to_come_back(make: Make) -> None:

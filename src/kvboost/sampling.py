@@ -85,6 +85,9 @@ class Answer:
         self._sampling = sampling
         self._processors = processors
         self._eos = eos
+        bias = sampling.logit_bias
+        self._biased = torch.tensor(list(bias), dtype=torch.long, device=device)
+        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self._generator = None
         if sampling.seed is not None:
             self._generator = torch.Generator(device).manual_seed(sampling.seed)
@@ -119,9 +122,7 @@ class Answer:
         make of it."""
         s, logits = self._sampling, logits_1V
         if s.logit_bias or ((s.presence_penalty or s.frequency_penalty) and self.ids):
-            logits = logits.clone()
-            for token, bias in s.logit_bias.items():
-                logits[0, token] += bias
+            logits = logits.index_add(1, self._biased, self._bias[None])
             for token, times in Counter(self.ids).items():
                 logits[0, token] -= s.presence_penalty + s.frequency_penalty * times
         for processor in s.processors:

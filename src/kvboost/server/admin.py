@@ -20,13 +20,13 @@ from kvboost.options import GenerateOptions, PromptOptions
 from kvboost.prompt import PromptBuilder, PromptLike
 from kvboost.server.asked import Reader, reuse_options
 from kvboost.server.border import admin, caller_of
-from kvboost.server.errors import REFUSALS, ErrorAnswer, refusal, unforeseen
+from kvboost.server.errors import REFUSALS, ApiError, ErrorAnswer, refusal, unforeseen
 from kvboost.server.job import Cancelled
 from kvboost.server.running import Running, watched
 from kvboost.server.scheduler import Scheduler
 from kvboost.server.schema import Explain, Pin, Warm
 from kvboost.server.work import Done, Work
-from kvboost.types import Usage
+from kvboost.types import Timing, Usage
 
 Json = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -61,8 +61,10 @@ def router(scheduler: Scheduler, reader: Reader) -> APIRouter:
     async def pin(ask: Pin, request: Request) -> Json:
         """Keep a prompt in memory for `seconds`; compute it first, if need be."""
         work = _work(request, _prompt(ask, reader), reuse_options(ask), ask.seconds)
-        usage = await _run(scheduler, request, work)
-        return {"tokens": usage.prompt, "seconds": ask.seconds}
+        done = await _run(scheduler, request, work)
+        if not done.pinned:
+            raise ApiError(409, _NOT_PINNED)
+        return {"tokens": done.usage.prompt, "seconds": ask.seconds}
 
     @router.post("/warm", response_class=StreamingResponse)
     async def warm(ask: Warm, request: Request) -> StreamingResponse:
@@ -94,15 +96,21 @@ def _work(
     return Work(request.state.request_id, tenant, prompt, options, n=0, pin=pin)
 
 
-async def _run(scheduler: Scheduler, request: Request, work: Work) -> Usage:
+_NOT_PINNED = (
+    "this can't be pinned: at most half of the memory for KV can be, and nothing that the request "
+    "says not to store. Give the server more --max-bytes, or pin less"
+)
+
+
+async def _run(scheduler: Scheduler, request: Request, work: Work) -> Done:
     running = await Running.submit(scheduler, [work])
     request.state.taken = True
-    usage = Usage()
+    done = Done(Usage(), Timing())
     async with watched(request.receive, running.cancel):
         async for event in running.events():
             if isinstance(event, Done):
-                usage = event.usage
-    return usage
+                done = event
+    return done
 
 
 async def _progress(
@@ -112,9 +120,12 @@ async def _progress(
     try:
         tokens = 0
         for number, work in enumerate(works, 1):
-            usage = await _run(scheduler, request, work)
-            tokens += usage.prompt
-            yield _line({"done": number, "of": len(works), "tokens": usage.prompt})
+            done = await _run(scheduler, request, work)
+            if done.pinned is False:
+                yield _line(ApiError(409, _NOT_PINNED).content)
+                return
+            tokens += done.usage.prompt
+            yield _line({"done": number, "of": len(works), "tokens": done.usage.prompt})
         yield _line({"finished": True, "tokens": tokens})
     except Cancelled:
         return

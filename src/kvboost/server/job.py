@@ -89,6 +89,7 @@ class Job:
         self.events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self.cancelled = False
         self.pinned = len(built.ids)
+        self.is_pinned: bool | None = None
         self.queued = 0.0
         self.choices: list[Choice] = []
         self.prefilled: Generation | None = None
@@ -195,7 +196,8 @@ class Job:
         if not self.choices:
             self.view.store(self.first)
         if self.work.pin is not None:
-            self.view._engine.pin_used(self.first.prefilled, self.pinned, self.work.pin)
+            made, seconds = self.first.prefilled, self.work.pin
+            self.is_pinned = self.view._engine.pin_used(made, self.pinned, seconds)
         self.clock.lap("store")
 
     def close(self) -> None:

@@ -41,17 +41,17 @@ class Running:
             ticket.cancel()
 
     async def events(self) -> AsyncIterator[Event]:
-        usage, timing, started = Usage(), Timing(), False
+        done, started = Done(Usage(), Timing()), False
         async for number, event in _merged(self._tickets):
             if isinstance(event, Done):
-                usage, timing = _sum(usage, event.usage), event.timing
+                done = replace(event, usage=_sum(done.usage, event.usage))
             elif isinstance(event, Started):
                 if not started:
                     started = True
                     yield event
             else:
                 yield _renumbered(event, number * self._n)
-        yield Done(usage, timing)
+        yield done
 
 
 @asynccontextmanager

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -20,7 +19,8 @@ from typing import TypeVar
 import torch
 
 from kvboost.boost import KVBoost
-from kvboost.errors import KVBoostError
+from kvboost.errors import KVBoostError, PromptTooLongError
+from kvboost.prompt import PromptLike
 from kvboost.server.job import Cancelled, Choice, Job, Ticket
 from kvboost.server.limits import Limits
 from kvboost.server.misses import misses
@@ -48,6 +48,7 @@ class Scheduler:
         self._starting: Job | None = None
         self._usual = 1.0  # seconds that a request takes, smoothed
         self._tokenizing = threading.Lock()
+        self._longest = max(16, *map(len, boost.tokenizer.get_vocab()))  # characters of a token
         self._changed = threading.Condition()
         self._closing: float | None = None  # when what is left is cancelled
         self._thread = threading.Thread(target=self._work, name="kvboost-scheduler", daemon=True)
@@ -101,6 +102,11 @@ class Scheduler:
 
     def _prepare(self, work: Work, started: float, loop: asyncio.AbstractEventLoop) -> Job:
         view = self.view(work.tenant)
+        window = view._engine.runner.support.max_tokens
+        if window is not None and _characters(work.prompt) > window * self._longest:
+            raise PromptTooLongError(
+                f"the prompt is far over the model's window of {window} tokens: shorten it"
+            )
         with self._tokenizing:  # tokenizers that are used by two threads refuse
             return Job.of(work, view, started, loop, self.limits)
 
@@ -210,7 +216,7 @@ class Scheduler:
             if job in self._running:
                 self._running.remove(job)
                 self._over(job, "done", "")
-                job.tell(Done(job.usage, job.timing))
+                job.tell(Done(job.usage, job.timing, job.is_pinned))
 
     def _fail(self, job: Job, error: Exception) -> None:
         """End a request. What was computed of it is stored, unless the fault may be there."""
@@ -218,8 +224,10 @@ class Scheduler:
             self._running.remove(job)
         gone = isinstance(error, Cancelled | DeadlineError | BusyError)
         if gone and job.choices:
-            with suppress(RuntimeError, MemoryError):
+            try:
                 job.finish()
+            except Exception:  # noqa: BLE001 - the request is over anyway
+                _log.exception("request %s could not be stored", job.work.id)
         outcome = {Cancelled: "cancelled", DeadlineError: "deadline"}.get(type(error), "failed")
         if not isinstance(error, KVBoostError | Cancelled):
             _log.error("request %s failed", job.work.id, exc_info=error)
@@ -233,3 +241,10 @@ class Scheduler:
             self._observe(job.served(outcome, error))
         except Exception:  # noqa: BLE001 - watching must not stop the work
             _log.exception("could not record request %s", job.work.id)
+
+
+def _characters(prompt: PromptLike) -> int:
+    """Of a prompt's text; tokenising millions of them keeps others waiting."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(str(m.get("content", ""))) for m in prompt if isinstance(m, Mapping))

@@ -103,10 +103,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All answers are complete and stored; nothing follows. `usage.generated`: in all answers."""
+    """All answers are complete and stored; nothing follows. `usage.generated`: in all answers.
+    pinned: whether what was to be pinned is; None if nothing was."""
 
     usage: Usage
     timing: Timing
+    pinned: bool | None = None
 
 
 Event = Started | Piece | Ended | Done
