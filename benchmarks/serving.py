@@ -368,8 +368,9 @@ def main(
     lines: list[str] = []
     for name, part in parts.items():
         if only is None or name in only:
-            lines += part()
-            print("\n".join(lines[-12:]), flush=True)
+            new = part()
+            print("\n".join(new), flush=True)
+            lines += new
     if only is None:
         between_marks(out / "serving.md", "\n".join(lines))
 
