@@ -272,19 +272,28 @@ class Engine:
             answer = sum(chunk.end > len(prefilled.prompt.ids) for chunk in chunks)
             self.trace.record(chunks, lineages(chunks, len(ids), keys), contents, answer)
         spared = {*lineage, *(p.entry.key for s in prefilled.plan.splices for p in s.pieces)}
-        exact = [p.entry for s in prefilled.plan.splices if s.exact for p in s.pieces]
-        shared = {(e.position, e.ids) for e in exact if e.key not in lineage}
+        shared = self._shared_chunks(chunks, prefilled)
         for key, share in _shares(prefilled).items():
             self.store.memory.hit(key, share)
         parents, donors = [keys.root, *lineage], _donors(prefilled.plan)
         for chunk, key, parent, content in zip(chunks, lineage, parents, contents, strict=False):
+            if chunk.start in shared:
+                continue
             entry = Entry(key, parent, content, chunk.ids, chunk.start)
             moved = (chunk.start, chunk.end) in donors or _unrepaired(chunk, prefilled)
             wanted = entry.exact or not moved
-            if wanted and (chunk.start, chunk.ids) not in shared and self.store.memory.wants(entry):
+            if wanted and self.store.memory.wants(entry):
                 kv = prefilled.buffer.cut(chunk.start, chunk.end)
                 packed = encode(kv, self.runner.layout, chunk.start, self.kv_format)
                 self.store.put(entry, packed, self.seconds(len(chunk)), spared, book)
+
+    def _shared_chunks(self, chunks: Sequence[Chunk], made: Prefilled) -> set[int]:
+        """Where chunks start that were found, as they are, in the shared namespace."""
+        if self.shared is None:
+            return set()
+        used = {p.entry.key for s in made.plan.splices if s.exact for p in s.pieces}
+        chain = lineages(chunks, made.exact_until, self.keys(len(made.prompt.ids), self.shared))
+        return {chunk.start for chunk, key in zip(chunks, chain, strict=True) if key in used}
 
 
 def _lineage(

@@ -57,13 +57,20 @@ def router(scheduler: Scheduler, reader: Reader) -> APIRouter:
         scheduler.view(caller_of(request).tenant).clear()
         return {"cleared": True}
 
+    _add_computing(router, scheduler, reader)
+    return router
+
+
+def _add_computing(router: APIRouter, scheduler: Scheduler, reader: Reader) -> None:
+    """What needs the model."""
+
     @router.post("/pin")
     async def pin(ask: Pin, request: Request) -> Json:
         """Keep a prompt in memory for `seconds`; compute it first, if need be."""
         work = _work(request, _prompt(ask, reader), reuse_options(ask), ask.seconds)
         done = await _run(scheduler, request, work)
         if not done.pinned:
-            raise ApiError(409, _NOT_PINNED)
+            raise ApiError(400, _NOT_PINNED)
         return {"tokens": done.usage.prompt, "seconds": ask.seconds}
 
     @router.post("/warm", response_class=StreamingResponse)
@@ -81,8 +88,6 @@ def router(scheduler: Scheduler, reader: Reader) -> APIRouter:
             works.append(_work(request, reader.messages(ask.messages), {}, ask.pin))
         lines = _progress(scheduler, request, works)
         return StreamingResponse(lines, media_type="application/x-ndjson")
-
-    return router
 
 
 def _prompt(ask: Explain, reader: Reader) -> PromptLike:
@@ -122,7 +127,7 @@ async def _progress(
         for number, work in enumerate(works, 1):
             done = await _run(scheduler, request, work)
             if done.pinned is False:
-                yield _line(ApiError(409, _NOT_PINNED).content)
+                yield _line(ApiError(400, _NOT_PINNED).content)
                 return
             tokens += done.usage.prompt
             yield _line({"done": number, "of": len(works), "tokens": done.usage.prompt})
