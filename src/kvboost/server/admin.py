@@ -14,7 +14,6 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPBearer
 
 from kvboost.options import GenerateOptions, PromptOptions
 from kvboost.prompt import PromptBuilder, PromptLike
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 def router(scheduler: Scheduler, reader: Reader) -> APIRouter:
     router = APIRouter(
         prefix="/v1/cache",
-        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(admin)],
+        dependencies=[Depends(admin)],
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
 

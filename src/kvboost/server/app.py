@@ -61,9 +61,11 @@ def create_app(
     app.add_middleware(Border, door=door, body_bytes=most, refused=refused)
     errors.install(app)
     reader = Reader(scheduler.boost.tokenizer, scheduler.limits, Grammars(scheduler.boost))
-    app.include_router(_answers(scheduler, reader, model))
-    app.include_router(_models(model))
-    app.include_router(admin.router(scheduler, reader))
+    # The key was checked before; the dependency puts it into the OpenAPI document.
+    key = [Depends(HTTPBearer(auto_error=False))] if door.locked else []
+    app.include_router(_answers(scheduler, reader, model), dependencies=key)
+    app.include_router(_models(model), dependencies=key)
+    app.include_router(admin.router(scheduler, reader), dependencies=key)
     app.include_router(_health(scheduler))
     for router in routers:
         app.include_router(router)
@@ -71,9 +73,7 @@ def create_app(
 
 
 def _router() -> APIRouter:
-    """The key was checked before; the dependency puts it into the OpenAPI document."""
-    bearer = Depends(HTTPBearer(auto_error=False))
-    return APIRouter(prefix="/v1", dependencies=[bearer], responses=_ERRORS)
+    return APIRouter(prefix="/v1", responses=_ERRORS)
 
 
 def _answers(scheduler: Scheduler, reader: Reader, model: str) -> APIRouter:

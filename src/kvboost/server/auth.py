@@ -77,6 +77,11 @@ class Door:
         self._shared = shared
         self._callers = {key.digest: self._caller(key) for key in _read(keys)} if keys else None
 
+    @property
+    def locked(self) -> bool:
+        """Whether a key is needed."""
+        return self._callers is not None
+
     def caller(self, connection: HTTPConnection) -> Caller:
         """Raises ApiError(401) for a missing or wrong key."""
         if self._callers is None:
