@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
@@ -60,7 +60,7 @@ class PromptBuilder:
             text, pieces = "".join(blocks) + prompt, blocks + [_text(s) for s in marks]
             built = self._tokenize(text, _spans(text, pieces, strict=True), special=True)
         elif _is_messages(prompt):
-            text, pieces = self._render(list(prompt), docs, tools)  # type: ignore[arg-type]
+            text, pieces = self._render(cast(list[Message], list(prompt)), docs, tools)
             pieces += [_text(s) for s in marks]
             built = self._tokenize(text, _spans(text, pieces, strict=bool(marks)), special=False)
         else:
