@@ -107,8 +107,8 @@ def _policies() -> Iterator[tuple[str, str | RecomputePolicy]]:
     yield "selective, tails 16", SelectiveRecompute(head=0, tail=16)
     for r in (0.05, 0.15, 0.25):
         yield f"cacheblend, {r:.0%}", CacheBlendRecompute(r)
-    for nearest, farthest in ((8, 96), (4, 48), (2, 16)):
-        yield f"drift, {nearest} to {farthest}", DriftRecompute(nearest, farthest)
+    for k in (0, 16, 32, 64):
+        yield f"drift, heads {k}", DriftRecompute(head=k)
     for r in (0.04, 0.08, 0.16, 0.30):
         yield f"query, {r:.0%}", QueryRecompute(r)
     yield "auto", "auto"

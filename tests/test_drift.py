@@ -29,7 +29,7 @@ HEAD, ONE, TWO, THREE, ASKED = tokens(40, 1), *(tokens(110, n) for n in (2, 3, 4
 KNOWN = [*HEAD, *ONE, *TWO, *THREE]
 OTHER = [*HEAD, *THREE, *ONE, *ASKED]
 BORDERS = {"segments": [40, 150, 260]}
-EVERY = DriftRecompute(1, 1)
+EVERY = DriftRecompute(nearest=1, farthest=1)
 
 
 def corrected(

@@ -47,7 +47,7 @@ POLICIES: dict[str, RecomputePolicy] = {
     "full": FullRecompute(),
     "selective": SelectiveRecompute(head=8, tail=2),
     "cacheblend": CacheBlendRecompute(ratio=0.2, layer=2),
-    "drift": DriftRecompute(nearest=3, farthest=20),
+    "drift": DriftRecompute(head=4, nearest=3, farthest=20),
     "query": QueryRecompute(ratio=0.2),
     "auto": AUTO,
 }

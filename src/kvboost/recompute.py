@@ -142,18 +142,21 @@ class SelectiveRecompute:
 
 @dataclass(frozen=True, slots=True)
 class DriftRecompute:
-    """Recomputes a sample of every run and moves the rest by what those turn out to be off (ours).
+    """Recomputes the head of every run and a sample of the rest, and moves what is left by what
+    those turn out to be off (ours).
 
-    Samples are `nearest` tokens apart at the head of a run, where moved KV is most wrong, and
-    farther and farther after it, up to `farthest`. One pass, no probe. `kvboost.drift` says why it
-    works; measured in docs/adr/0008 and docs/benchmarks.md.
+    Moved KV is most wrong at the head of a run: its first `head` tokens are recomputed, then tokens
+    `nearest` apart, farther and farther up to `farthest`. One pass, no probe. `kvboost.drift` says
+    why it works; measured in docs/adr/0008, docs/adr/0011 and docs/benchmarks.md.
     """
 
-    nearest: int = 4
-    farthest: int = 48
+    head: int = 32
+    nearest: int = 8
+    farthest: int = 96
     name: str = field(default="drift", init=False)
 
     def __post_init__(self) -> None:
+        _check("head", self.head, 0, 4096, int)
         _check("nearest", self.nearest, 1, 4096, int)
         _check("farthest", self.farthest, self.nearest, 4096, int)
 
@@ -161,7 +164,7 @@ class DriftRecompute:
         return _union(plan.rows, self.samples(plan, probe))
 
     def samples(self, plan: ReusePlan, probe: Probe) -> list[int]:
-        """The sampled rows; the probe knows of them from now on."""
+        """The recomputed rows of runs; the probe knows of them from now on."""
         runs = [Run(start, end, self._sample(start, end)) for start, end in seamless(plan)]
         probe.spread(runs)
         return [row for run in runs for row in run.samples]
@@ -170,7 +173,8 @@ class DriftRecompute:
         rows, at = [], start
         while at < end:
             rows.append(at)
-            at += min(max((at - start) // 2, self.nearest), self.farthest)
+            behind = at - start
+            at += 1 if behind < self.head else min(max(behind // 2, self.nearest), self.farthest)
         return tuple(rows)
 
 
@@ -253,8 +257,7 @@ def _damage(plan: ReusePlan) -> Tensor:
 
 LADDER: dict[str, RecomputePolicy] = {
     "none": NoRecompute(),
-    "drift-96": DriftRecompute(8, 96),
-    "drift-48": DriftRecompute(4, 48),
+    "drift-32": DriftRecompute(32),
     "query-4": QueryRecompute(0.04),
     "query-8": QueryRecompute(0.08),
     "query-16": QueryRecompute(0.16),

@@ -280,7 +280,7 @@ def room(boost: KVBoost, asked: Asked) -> int:
 _WITH_NUMBER: dict[str, Callable[[float], RecomputePolicy]] = {
     "selective": lambda head: SelectiveRecompute(int(head)),
     "cacheblend": CacheBlendRecompute,
-    "drift": lambda farthest: DriftRecompute(farthest=int(farthest)),
+    "drift": lambda head: DriftRecompute(int(head)),
     "query": QueryRecompute,
 }
 
@@ -300,6 +300,6 @@ def options_of(name: str) -> PromptOptions:
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"there is no system {name!r}: choose plain, exact, auto, none, selective, drift, "
-            "cacheblend, query, full, one with a number (drift:48, cacheblend:0.15, query:0.08), "
+            "cacheblend, query, full, one with a number (drift:32, cacheblend:0.15, query:0.08), "
             "or an installed peer"
         ) from error
