@@ -21,6 +21,7 @@ import torch
 from kvboost.boost import KVBoost
 from kvboost.errors import KVBoostError, PromptTooLongError
 from kvboost.prompt import PromptLike
+from kvboost.server.heap import Heap
 from kvboost.server.job import Cancelled, Choice, Job, Ticket
 from kvboost.server.limits import Limits
 from kvboost.server.misses import misses
@@ -46,6 +47,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._turns = Turns(self._between, lambda: bool(self._running), lambda: len(self._waiting))
         self._starting: Job | None = None
+        self._heap = Heap()
         self._usual = 1.0  # seconds that a request takes, smoothed
         self._tokenizing = threading.Lock()
         self._longest = max(16, *map(len, boost.tokenizer.get_vocab()))  # characters of a token
@@ -123,6 +125,7 @@ class Scheduler:
             if job := self._waiting.take(self._fits):
                 self._start(job)
             self._step()
+            self._heap.tidy()
 
     def _fits(self, job: Job) -> bool:
         """Whether there are slots enough for its answers."""
