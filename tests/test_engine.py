@@ -34,7 +34,7 @@ from kvboost import (
     Usage,
 )
 from kvboost.metrics import divergence
-from kvboost.recompute import damage
+from kvboost.recompute import RecomputePolicy, damage
 from kvboost.store.trace import read_trace
 
 POLICIES = [
@@ -594,7 +594,9 @@ def test_a_divergence_is_allowed_for_all_requests_or_for_one(default_model: Any)
 # -- what eviction is told
 
 
-def shares(made: KVBoost, prompt: list[int], recompute: str, monkeypatch: Any) -> list[float]:
+def shares(
+    made: KVBoost, prompt: list[int], recompute: str | RecomputePolicy, monkeypatch: Any
+) -> list[float]:
     told: list[float] = []
     monkeypatch.setattr(made._engine.store.memory, "hit", lambda key, share: told.append(share))
     made.generate(prompt, max_new_tokens=1, recompute=recompute)
@@ -610,8 +612,9 @@ def test_eviction_is_told_what_each_chunk_saved(monkeypatch: pytest.MonkeyPatch)
     assert max(shares(made, prompt, "none", monkeypatch)) == 1.0
     repaired = shares(made, prompt, "selective", monkeypatch)
     assert 0 <= min(repaired) < 1
-    drifted = shares(made, prompt, "drift", monkeypatch)
-    looked = shares(made, prompt, "query", monkeypatch)
+    drift = DriftRecompute(head=0, nearest=4, farthest=48)
+    drifted = shares(made, prompt, drift, monkeypatch)
+    looked = shares(made, prompt, QueryRecompute(drift=drift), monkeypatch)
     # More than its time, for what was looked at, though more of it was computed; less for others.
     assert any(more > less for more, less in zip(looked, drifted, strict=True))
     assert min(looked) < 0.6 < min(drifted) and max(looked) <= 2.0
