@@ -136,11 +136,10 @@ def run(
     known = inspect.signature(model.forward).parameters
     options = {_cache_argument(model): cache, "position_ids": rows, "logits_to_keep": keep}
     options = {name: value for name, value in options.items() if name in known}
-    plain = (
-        mask is not None and _implementation(model) == "sdpa"
-    )  # else observed, or the model's own
+    # Without a mask the model builds its own; observed attention attends as this does.
+    ours = mask is not None and _implementation(model) == "sdpa"
     try:
-        with _attention(model, _ROWS, None) if plain else nullcontext():
+        with _attention(model, _ROWS, None) if ours else nullcontext():
             output = model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
     except _StopForward:
         return None
@@ -312,7 +311,7 @@ def _implementation(model: PreTrainedModel) -> str:
 def _attention(model: PreTrainedModel, name: str, hook: Any) -> Iterator[None]:
     """Attend through one of the functions above, by transformers' registry."""
     config = model.config.get_text_config()
-    implementation = config._attn_implementation
+    implementation = _implementation(model)
     token = _hook.set((hook, implementation))
     config._attn_implementation = name
     try:
