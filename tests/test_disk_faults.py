@@ -59,6 +59,7 @@ def stop_while_writing(process: subprocess.Popen[str], incoming: Path) -> None:
     while time.monotonic() < end:
         if any(incoming.iterdir()):
             process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # only now has every thread of it stopped
             if any(incoming.iterdir()):
                 return
             process.send_signal(signal.SIGCONT)
