@@ -55,7 +55,7 @@ def corrected(
 def passes(draw: st.DrawFn) -> tuple[list[Run], list[int]]:
     """Runs with samples, and rows that need not be all of these."""
     runs, at = [], 0
-    for _ in range(draw(st.integers(1, 3))):
+    for _ in range(draw(st.integers(1, 6))):
         start = at + draw(st.integers(0, 9))
         at = start + draw(st.integers(1, 40))
         inside = st.integers(start, at - 1)
@@ -81,7 +81,7 @@ def test_each_run_is_corrected_as_position_by_position(
     runs, rows = case
     source = torch.Generator().manual_seed(len(rows))
     fresh = torch.randn(2, len(rows), 8, generator=source).to(dtype)
-    old = torch.randn(2, 150, 8, generator=source).to(dtype)
+    old = torch.randn(2, 320, 8, generator=source).to(dtype)
     expected = old
     for run in runs:
         expected = corrected(run, rows, fresh, expected, after)
@@ -97,12 +97,12 @@ def test_passes_after_one_another_correct_each_position_once(
 ) -> None:
     runs, rows = case
     bounds = [0, *sorted(c for c in cuts if c < len(rows)), len(rows)]
-    seen, after = torch.zeros(150), 0
+    seen, after = torch.zeros(320), 0
     for lo, hi in pairwise(bounds):
         block = rows[lo:hi]
         for patch in patches(runs, block, after, seen):
             assert after <= patch.span.start < patch.span.stop <= block[-1] + 1
-            seen[patch.span] += 1
+            seen[patch.span] += (patch.weights_NS > 0).any(1)
         after = block[-1] + 1
     assert seen.max() <= 1
     inside = [at for run in runs for at in range(run.start, run.end)]

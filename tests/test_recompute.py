@@ -283,9 +283,11 @@ def test_auto_takes_the_cheapest_repair_that_is_good_enough(step: str) -> None:
 def test_a_profile_reads_the_question_where_it_was_measured() -> None:
     profile = replace(PROFILE, band=(0.25, 0.6))
     assert profile.step(1.0, 1.0) == NoRecompute()
-    assert profile.step(1.0, 0.5) == DriftRecompute(32)
-    assert profile.step(1.0, 0.4) == QueryRecompute(0.04, 0.25, 0.6)
-    assert profile.step(0.5, 0.4) == DriftRecompute(32)
+    assert profile.step(1.0, 0.5) == DriftRecompute(16)
+    assert profile.step(1.0, 0.4) == DriftRecompute(24)
+    assert profile.step(1.0, 0.2) == DriftRecompute(32)
+    assert profile.step(1.0, 0.1) == QueryRecompute(0.04, 0.25, 0.6)
+    assert profile.step(0.5, 0.4) == DriftRecompute(16)
     assert profile.step(1.0, 0.001) is None
     assert replace(profile, divergence=dict.fromkeys(LADDER, float("nan"))).step(1.0, 1.0) is None
 

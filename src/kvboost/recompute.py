@@ -257,6 +257,8 @@ def _damage(plan: ReusePlan) -> Tensor:
 
 LADDER: dict[str, RecomputePolicy] = {
     "none": NoRecompute(),
+    "drift-16": DriftRecompute(16),
+    "drift-24": DriftRecompute(24),
     "drift-32": DriftRecompute(32),
     "query-4": QueryRecompute(0.04),
     "query-8": QueryRecompute(0.08),
