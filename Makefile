@@ -26,6 +26,7 @@ bench: .venv/installed  ## measure speed and quality against the alternatives
 
 docs: .venv/installed  ## write the generated parts of the documentation
 	$(BIN)/typer kvboost.cli utils docs --name kvboost --output docs/cli.md
+	$(BIN)/python -m benchmarks.proof benchmarks/runs/*.jsonl.gz
 
 test-oldest: .venv-oldest/installed  ## run the tests with the oldest supported transformers
 	.venv-oldest/bin/pytest -q

@@ -1,5 +1,5 @@
-"""`python -m benchmarks.proof RUN...`: docs/benchmarks.md and README's table, from runs of
-`kvboost bench` (the folders given as its --out)."""
+"""`python -m benchmarks.proof RECORD...`: docs/benchmarks.md and README's table, from records of
+`kvboost bench`. Those that the tables are made of are kept in benchmarks/runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import typer
 
 from benchmarks.report import between_marks, head
 from kvboost.bench import plots
-from kvboost.bench.record import RECORD, read
+from kvboost.bench.cost import Floor, fit, over_floor
+from kvboost.bench.record import read
 from kvboost.bench.stats import Interval, percentile
 from kvboost.bench.summary import Summary, summarise
 
@@ -20,7 +21,7 @@ _SHORT = ("model", "workload", "requests", "tokens")
 
 
 def main(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs; the first one's is drawn.")],
+    runs: Annotated[list[Path], typer.Argument(help="Records, gzipped; the first one is drawn.")],
     out: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Write the tables."""
@@ -28,8 +29,8 @@ def main(
     columns = ("faster than plain [95 %]", "than prefix caching [95 %]", "reused", "KL mean")
     full = head(*_SHORT, "system", *columns, "KL p95", "top-1", "same answer", "accuracy, points")
     full += ["| " + " | ".join(row) + " |" for row in rows]
-    machines = [f"- `{run.name}`: {_machine(run)}" for run in runs]
-    between_marks(out / "docs" / "benchmarks.md", "\n".join([*full, "", *machines, ""]))
+    told = [text for run in runs for text in ("", f"- `{run.name}`: {_machine(run)}. {_cost(run)}")]
+    between_marks(out / "docs" / "benchmarks.md", "\n".join([*full, *told, ""]))
     brief = head(*_SHORT, *columns, "top-1", "accuracy, points")
     brief += [
         "| " + " | ".join([*row[:4], *row[5:9], row[10], row[12]]) + " |"
@@ -37,11 +38,11 @@ def main(
         if row[4] == "auto"
     ]
     between_marks(out / "README.md", "\n".join([*brief, ""]))
-    plots.write(read(runs[0] / RECORD)[1], out / "docs")
+    plots.write(read(runs[0])[1], out / "docs")
 
 
 def _rows(run: Path) -> Iterator[list[str]]:
-    header, records = read(run / RECORD)
+    header, records = read(run)
     model = Path(header["model"]).stem if header["model"] != "default" else "SmolLM2-135M"
     for workload in header["workloads"]:
         mine = [record for record in records if record.workload == workload]
@@ -82,9 +83,27 @@ def _accuracy(s: Summary) -> str:
 
 
 def _machine(run: Path) -> str:
-    header: dict[str, Any] = read(run / RECORD)[0]
+    header: dict[str, Any] = read(run)[0]
     left_out = ("workloads", "systems", "prompts", "floor")
     return ", ".join(f"{k} {v}" for k, v in header.items() if k not in left_out and v)
+
+
+def _cost(run: Path) -> str:
+    """How well TTFT follows from token counts, and how far it is from the machine's floor."""
+    header, records = read(run)
+    asked, floor = [r for r in records if not r.donor], Floor(**header["floor"])
+    over = [
+        f"{system} {times:.2f}"
+        for system in header["systems"]
+        if (times := over_floor([r for r in asked if r.system == system], floor))
+    ]
+    said = f"TTFT over the machine's floor, median: {', '.join(over)}."
+    if (model := fit(asked)) is not None:
+        said += (
+            f" Predicted from token counts it is off by {model.median_error:.1%} in the median, by "
+            f"{model.p90_error:.1%} at the 90th percentile, of {model.n} that were not fitted."
+        )
+    return said
 
 
 if __name__ == "__main__":

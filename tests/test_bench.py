@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -186,6 +187,9 @@ def test_a_torn_line_a_half_request_and_a_lost_peer(tmp_path: Path) -> None:
         file.write('{"workload": "w", "pla')
     assert read(path)[1] == [*both, *lost, Record("w", 2, "r2", "plain", 10, passes=[])]
     assert Log(path, header).done == read(path)[1] and not path.read_text().endswith("pla")
+    kept = tmp_path / "run.jsonl.gz"
+    kept.write_bytes(gzip.compress(path.read_bytes()))
+    assert read(kept) == read(path)
 
 
 @pytest.mark.parametrize("text", ["", "prose", '{"model": "x"}', '{"systems": []}\n{"a": 1}'])

@@ -6,6 +6,7 @@ cost. It is fitted on every other request and tested on the rest.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -97,6 +98,12 @@ class Floor:
         )
         reused = record.exact + record.moved + record.recomputed
         return passes + 2 * reused * self.kv_bytes / self.bandwidth
+
+
+def over_floor(records: Sequence[Record], floor: Floor) -> float | None:
+    """TTFT over the least it could take, median; None if passes are not known of any."""
+    over = [record.ttft / floor.seconds(record) for record in records if record.passes]
+    return statistics.median(over) if over else None
 
 
 def floor(boost: KVBoost) -> Floor:

@@ -5,6 +5,7 @@ It grows request by request, so that a run that was stopped goes on where it sto
 
 from __future__ import annotations
 
+import gzip
 import json
 import platform
 import subprocess
@@ -114,8 +115,11 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """Header and records of a run, up to the last request that all its systems have answered."""
-    parsed = list(_parsed(path.read_text(encoding="utf-8").split("\n")))
+    """Header and records of a run, up to the last request that all its systems have answered.
+    The file may be gzipped."""
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    parsed = list(_parsed(text.split("\n")))
     if not parsed or "systems" not in parsed[0]:
         raise ConfigError(f"{path} is no record of `kvboost bench`: choose another --out")
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvboost.bench.cost import TERMS, Floor, fit
+from kvboost.bench.cost import TERMS, Floor, fit, over_floor
 from kvboost.bench.record import Record
 from kvboost.bench.stats import Interval, percentile
 from kvboost.bench.summary import COLD, Summary, kl_tests, summarise
@@ -97,8 +97,8 @@ def _tokens(summaries: Sequence[Summary], floor: Floor) -> list[str]:
         )
     head.append("TTFT over the machine's floor, median")
     for row, s in zip(rows, summaries, strict=True):
-        over = [r.ttft / floor.seconds(r) for r in s.records if r.passes]
-        row.append(f"{statistics.median(over):.2f}" if over else "")
+        over = over_floor(s.records, floor)
+        row.append("" if over is None else f"{over:.2f}")
     return _table(head, rows)
 
 
