@@ -31,7 +31,7 @@ class Engine:
         if text == "bad":
             raise RuntimeError("out of luck")
         first(7)
-        time.sleep(0.3)
+        time.sleep(0.5)
         return {"text": text + "!", "ids": ids[:n], "cached": len(ids) - 1}
 
 serve(Engine)
@@ -73,7 +73,7 @@ def test_the_first_token_is_timed_when_it_comes_and_noise_is_not_heard(play: Pla
     with play(LOUD) as peer:
         answer = peer.ask([1, 2, 3], "to you", 2)
         assert (answer.text, answer.ids, answer.cached) == ("to you!", [1, 2], 2)
-        assert answer.ttft + 0.3 <= answer.total
+        assert answer.ttft + 0.3 <= answer.total  # of 0.5: this process may see the first one late
         assert peer.version == "1.2"
         assert peer.note.startswith("float16 512 ")
         assert peer.ask((4,), "again", 1).text == "again!"
