@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +13,8 @@ import typer
 from benchmarks.report import between_marks, head
 from kvboost.bench import plots
 from kvboost.bench.cost import Floor, fit, over_floor
-from kvboost.bench.record import read
+from kvboost.bench.record import Record, read
+from kvboost.bench.report import described
 from kvboost.bench.stats import Interval, percentile
 from kvboost.bench.summary import Summary, summarise
 
@@ -25,11 +26,16 @@ def main(
     out: Annotated[Path, typer.Option(help="The repository.")] = Path(),
 ) -> None:
     """Write the tables."""
-    rows = [row for run in runs for row in _rows(run)]
+    found = [(run.name, *read(run)) for run in runs]
+    rows = [row for _, header, records in found for row in _rows(header, records)]
     columns = ("faster than plain [95 %]", "than prefix caching [95 %]", "reused", "KL mean")
     full = head(*_SHORT, "system", *columns, "KL p95", "top-1", "same answer", "accuracy, points")
     full += ["| " + " | ".join(row) + " |" for row in rows]
-    told = [text for run in runs for text in ("", f"- `{run.name}`: {_machine(run)}. {_cost(run)}")]
+    told = [
+        text
+        for name, header, records in found
+        for text in ("", f"- `{name}`: {described(header)} {_cost(header, records)}")
+    ]
     between_marks(out / "docs" / "benchmarks.md", "\n".join([*full, *told, ""]))
     brief = head(*_SHORT, *columns, "top-1", "accuracy, points")
     brief += [
@@ -38,11 +44,10 @@ def main(
         if row[4] == "auto"
     ]
     between_marks(out / "README.md", "\n".join([*brief, ""]))
-    plots.write(read(runs[0])[1], out / "docs")
+    plots.write(found[0][2], out / "docs")
 
 
-def _rows(run: Path) -> Iterator[list[str]]:
-    header, records = read(run)
+def _rows(header: Mapping[str, Any], records: Sequence[Record]) -> Iterator[list[str]]:
     model = Path(header["model"]).stem if header["model"] != "default" else "SmolLM2-135M"
     for workload in header["workloads"]:
         mine = [record for record in records if record.workload == workload]
@@ -82,15 +87,8 @@ def _accuracy(s: Summary) -> str:
     return f"{own} ({value:+.1f} [{low:+.1f}, {high:+.1f}])"
 
 
-def _machine(run: Path) -> str:
-    header: dict[str, Any] = read(run)[0]
-    left_out = ("workloads", "systems", "prompts", "floor")
-    return ", ".join(f"{k} {v}" for k, v in header.items() if k not in left_out and v)
-
-
-def _cost(run: Path) -> str:
+def _cost(header: Mapping[str, Any], records: Sequence[Record]) -> str:
     """How well TTFT follows from token counts, and how far it is from the machine's floor."""
-    header, records = read(run)
     asked, floor = [r for r in records if not r.donor], Floor(**header["floor"])
     over = [
         f"{system} {times:.2f}"

@@ -32,7 +32,7 @@ over requests whose answer is known. Stale: answered as if an edit had not been 
 def markdown(header: Mapping[str, Any], records: Sequence[Record], plots: Sequence[str]) -> str:
     """The whole report. plots: names of files beside it."""
     floor = Floor(**header["floor"])
-    lines = ["# kvboost bench", "", _WORDS, "", _machine(header)]
+    lines = ["# kvboost bench", "", _WORDS, "", described(header)]
     for name in header["workloads"]:
         many = [record for record in records if record.workload == name]
         summaries = summarise(many)
@@ -45,7 +45,8 @@ def markdown(header: Mapping[str, Any], records: Sequence[Record], plots: Sequen
     return "\n".join(lines) + "\n"
 
 
-def _machine(header: Mapping[str, Any]) -> str:
+def described(header: Mapping[str, Any]) -> str:
+    """What was run, and on what."""
     left_out = ("workloads", "systems", "prompts", "floor")
     return ", ".join(f"{k} {v}" for k, v in header.items() if k not in left_out and v) + "."
 
