@@ -21,7 +21,7 @@ AROUND = {
     *("demo.py", "explain.py", "hub.py", "loading.py", "fingerprint.py", "upgrade.py"),
     *("formats.py", "numerics.py", "profiles.py", "support.py"),
 }
-FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3900
+FILE_LINES, FUNCTION_LINES, CORE_LINES = 400, 50, 3960
 
 
 def lines(path: Path) -> int:
@@ -51,8 +51,9 @@ def test_file_and_functions_keep_their_budget(path: Path) -> None:
 def test_core_keeps_its_budget() -> None:
     """Core: what a request passes through. Without what shows things to people, finds models or
     finds out about them when they are loaded, and without the store's formats and tiers, which have
-    a folder and limits of their own. 3,500 lines, and 400 for requests computed together
-    (`generation.py`, `passes.py`, `BatchCache`) and what edits leave (`align.py`)."""
+    a folder and limits of their own. 3,500 lines, 400 for requests computed together
+    (`generation.py`, `passes.py`, `BatchCache`) and what edits leave (`align.py`), and 60 for
+    attention (`attention.py`)."""
     core = [f for f in FILES if f.parent == SRC and f.name not in AROUND]
     assert sum(map(lines, core)) <= CORE_LINES
 

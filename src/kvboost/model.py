@@ -29,8 +29,10 @@ from transformers.generation import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from kvboost.attention import attend
 from kvboost.drift import KEYS, VALUES, Patch
 from kvboost.kv import KVBuffer
+from kvboost.numerics import products_are_faster
 
 Mask = Tensor | Mapping[str, Tensor | None] | None
 
@@ -230,10 +232,13 @@ def _attend(
 
     Under a mask, transformers' sdpa copies keys and values for all heads that share them; on a CPU
     torch does without, bit for bit the same in half of the time (254 rows over 4,500, Qwen2.5-0.5B:
-    15 of 31 ms a layer).
+    15 of 31 ms a layer), and in bfloat16 matrix products may take half of that (docs/adr/0013).
     """
     implementation = _hook.get()[1]
     if implementation == "sdpa" and attention_mask is not None and query.device.type == "cpu":
+        if products_are_faster(query.device, query.dtype):
+            scaling = options.get("scaling") or query.shape[-1] ** -0.5
+            return attend(query, key, value, attention_mask, scaling), None
         out = scaled_dot_product_attention(
             query,
             key,
@@ -301,6 +306,11 @@ def _attend_one(
 AttentionInterface.register(_ROWS, _attend)
 AttentionInterface.register(_PROBE, _observed)
 AttentionInterface.register(_APART, _apart)
+
+
+def attends_by_products(model: PreTrainedModel) -> bool:
+    """Whether a pass with a mask of ours takes no longer than one without."""
+    return _implementation(model) == "sdpa" and products_are_faster(model.device, model.dtype)
 
 
 def _implementation(model: PreTrainedModel) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from kvboost.attention import attend
 from kvboost.errors import ConfigError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -37,13 +40,37 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 @cache
 def _bfloat16_is_faster() -> bool:
-    """On the CPU, at one matrix product of a prefill's shape: best of ten, in turns, so that other
-    work on the machine slows both."""
-    best = {torch.bfloat16: math.inf, torch.float32: math.inf}
-    factors = {d: (torch.ones(256, 1024, dtype=d), torch.ones(1024, 1024, dtype=d)) for d in best}
+    """On the CPU, at one matrix product of a prefill's shape."""
+    factors = [
+        (torch.ones(256, 1024, dtype=d), torch.ones(1024, 1024, dtype=d))
+        for d in (torch.bfloat16, torch.float32)
+    ]
+    bfloat16, float32 = (partial(torch.mm, a, b) for a, b in factors)
+    return _is_faster(bfloat16, float32)
+
+
+def products_are_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """`attend` than torch's own attention. In float32 neither is."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and _products_are_faster()
+
+
+@cache
+def _products_are_faster() -> bool:
+    """On the CPU, in bfloat16, at 64 rows over 1,024 positions."""
+    q = torch.ones(1, 8, 64, 64, dtype=torch.bfloat16)
+    k = torch.ones(1, 2, 1024, 64, dtype=torch.bfloat16)
+    mask = torch.zeros(1, 1, 64, 1024, dtype=torch.bfloat16)
+    own = partial(scaled_dot_product_attention, q, k, k, attn_mask=mask, enable_gqa=True)
+    return _is_faster(partial(attend, q, k, k, mask, 0.125), own)
+
+
+@torch.inference_mode()
+def _is_faster(one: Callable[[], object], other: Callable[[], object]) -> bool:
+    """At its best of ten times, taken in turns, so that other work on the machine slows both."""
+    best = {one: math.inf, other: math.inf}
     for _ in range(11):  # the first of each prepares its kernel
-        for dtype, (a, b) in factors.items():
+        for call in best:
             start = time.perf_counter()
-            a @ b
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return best[torch.bfloat16] < best[torch.float32]
+            call()
+            best[call] = min(best[call], time.perf_counter() - start)
+    return best[one] < best[other]

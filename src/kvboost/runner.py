@@ -21,6 +21,7 @@ from kvboost.model import (
     Mask,
     PreTrainedModel,
     RowCache,
+    attends_by_products,
     observed_attention,
     run,
     run_steps,
@@ -43,6 +44,7 @@ class ModelRunner:
         self.support: Support = probe_support(model)
         self.layout = self.support.layout
         self.layers = self.layout.layers
+        self.products = not self.support.reason and attends_by_products(model)
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.shape = f"{config.model_type}-{self.layers}x{config.hidden_size}"
@@ -127,9 +129,9 @@ class ModelRunner:
         positions = torch.tensor(rows, device=device)
         tokens = torch.tensor([ids[row] for row in rows], device=device)
         cache = RowCache(buffer, range(first, length) if suffix else positions, length)
-        # A suffix takes the model's own path, mask and all: it costs what it costs without us.
+        # A suffix takes the model's own path, mask and all, where that costs less than ours.
         mask: Mask = None
-        if masked or not suffix:
+        if masked or not suffix or (self.products and len(rows) > 1):
             mask = layer_masks(positions, length, self.layout.dtype, self.support.windows)
         return cache, mask, tokens[None], positions[None]
 
