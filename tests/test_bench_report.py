@@ -103,6 +103,7 @@ def test_cost_is_found_where_it_follows_from_tokens() -> None:
     cost = dict(zip(TERMS, model.seconds, strict=True))
     assert cost["pass"] == pytest.approx(0.02) and cost["row and token seen"] == pytest.approx(1e-7)
     assert fit(made[:10]) is None
+    assert fit([*made, *(replace(r, system="plain", ttft=2 * r.ttft) for r in made)]) == model
 
 
 def test_cost_is_never_negative() -> None:

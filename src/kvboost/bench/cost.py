@@ -1,7 +1,8 @@
 """Where the time goes: TTFT from token counts, and the least that the machine could take.
 
-The model of cost is one for all of our systems: what a request's passes and its reused tokens
-cost. It is fitted on every other request and tested on the rest.
+The model of cost is one for all systems of ours: what a request's passes and its reused tokens
+cost. It is fitted on every other request and tested on the rest. Plain transformers may attend in
+another way, at another cost.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class CostModel:
 
 def fit(records: Sequence[Record]) -> CostModel | None:
     """Least squares of relative errors, no term below 0; None for too few requests."""
-    used = [record for record in records if record.passes]
+    used = [record for record in records if record.passes and record.system != "plain"]
     even = [record for record in used if record.place % 2 == 0]
     odd = [record for record in used if record.place % 2]
     if min(len(even), len(odd)) < 2 * len(TERMS):
