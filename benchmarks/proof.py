@@ -13,10 +13,11 @@ import typer
 from benchmarks.report import between_marks, head
 from kvboost.bench import plots
 from kvboost.bench.cost import Floor, fit, over_floor
+from kvboost.bench.peers import known_peers
 from kvboost.bench.record import Record, read
 from kvboost.bench.report import described
-from kvboost.bench.stats import Interval, percentile
-from kvboost.bench.summary import Summary, summarise
+from kvboost.bench.stats import Interval, percentile, ratio_of_means
+from kvboost.bench.summary import COLD, Summary, summarise
 
 _SHORT = ("model", "workload", "requests", "tokens")
 
@@ -31,6 +32,7 @@ def main(
     columns = ("faster than plain [95 %]", "than prefix caching [95 %]", "reused", "KL mean")
     full = head(*_SHORT, "system", *columns, "KL p95", "top-1", "same answer", "accuracy, points")
     full += ["| " + " | ".join(row) + " |" for row in rows]
+    full += [line for _, header, records in found for line in _others(header, records)]
     told = [
         text
         for name, header, records in found
@@ -54,6 +56,31 @@ def _rows(header: Mapping[str, Any], records: Sequence[Record]) -> Iterator[list
         for s in summarise(mine):
             tokens = round(s.mean(lambda r: r.prompt))
             yield [model, workload, f"{len(s.records)}", f"{tokens:,}", s.system, *_figures(s)]
+
+
+def _others(header: Mapping[str, Any], records: Sequence[Record]) -> Iterator[str]:
+    """How much sooner `auto` has the first token than each system, by what of the prompt it had."""
+    peers = set(header["systems"]) - {"plain", "exact", "auto"}
+    if "auto" not in header["systems"] or not peers.intersection(known_peers()):
+        return
+    systems = [system for system in header["systems"] if system != "auto"]
+    yield from head("`auto` sooner than", "it had", "requests", *systems)
+    asked = [r for r in records if not r.donor and not r.failed]
+    by = {(r.workload, r.place, r.system): r for r in asked}
+    for workload in header["workloads"]:
+        places: dict[str, list[int]] = {"nothing": [], "moved text": [], "a prefix": []}
+        for r in asked:
+            if (r.workload, r.system) == (workload, "auto"):
+                known = "a prefix" if r.exact >= r.moved else "moved text"
+                places["nothing" if r.reused < COLD else known].append(r.place)
+        for had, at in places.items():
+            pairs = {
+                s: [(by[workload, p, s].ttft, by[workload, p, "auto"].ttft) for p in at]
+                for s in systems
+            }
+            if at:
+                sooner = [_times(ratio_of_means(pairs[s])) for s in systems]
+                yield "| " + " | ".join([workload, had, str(len(at)), *sooner]) + " |"
 
 
 def _figures(s: Summary) -> list[str]:
