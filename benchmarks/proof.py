@@ -75,11 +75,15 @@ def _others(header: Mapping[str, Any], records: Sequence[Record]) -> Iterator[st
                 places["nothing" if r.reused < COLD else known].append(r.place)
         for had, at in places.items():
             pairs = {
-                s: [(by[workload, p, s].ttft, by[workload, p, "auto"].ttft) for p in at]
+                s: [
+                    (by[workload, p, s].ttft, by[workload, p, "auto"].ttft)
+                    for p in at
+                    if (workload, p, s) in by  # a peer may have failed
+                ]
                 for s in systems
             }
             if at:
-                sooner = [_times(ratio_of_means(pairs[s])) for s in systems]
+                sooner = [_times(ratio_of_means(pairs[s]) if pairs[s] else None) for s in systems]
                 yield "| " + " | ".join([workload, had, str(len(at)), *sooner]) + " |"
 
 

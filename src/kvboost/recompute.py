@@ -110,7 +110,7 @@ class NoRecompute:
 
 @dataclass(frozen=True, slots=True)
 class FullRecompute:
-    """Computes every row: identical to plain transformers, whatever was stored."""
+    """Computes every row, whatever was stored: plain transformers' answer, up to kernel noise."""
 
     name: str = field(default="full", init=False)
 
