@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from kvboost import AutoRecompute, KVBoost
 from kvboost.keys import KeySpace
-from kvboost.recompute import LADDER, Profile
+from kvboost.recompute import LADDER, MEASURED_AT, Profile
 
 VOCABULARY = 512
 WINDOW = 24  # of sliding layers: smaller than any prompt here
@@ -108,8 +108,10 @@ ALL = MOVABLE | FIXED | VARYING
 
 
 KEYS = KeySpace("fingerprint")
-# Each step of the ladder leaves half of what the one before it leaves.
-PROFILE = Profile({step: 0.5**n for n, step in enumerate(LADDER)})
+# Each step leaves half of what the one before it leaves, and "none" the damage itself.
+PROFILE = Profile(
+    {step: (0.5**n * MEASURED_AT[0], 0.5**n * MEASURED_AT[1]) for n, step in enumerate(LADDER)}
+)
 AUTO = AutoRecompute(PROFILE, 0.02)
 ATTENTIONS = ("sdpa", "eager")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,10 +18,18 @@ from kvboost import ConfigError, Document, KVBoost, SelectiveRecompute, cli, pro
 from kvboost import calibrate as module
 from kvboost.bench.material import Material
 from kvboost.bench.request import Request
-from kvboost.calibrate import Calibration, Measured, _edited, _measured, _other_order, calibrate
+from kvboost.calibrate import (
+    Calibration,
+    Measured,
+    _asked,
+    _edited,
+    _measured,
+    _other_order,
+    calibrate,
+)
 from kvboost.metrics import Divergence
 from kvboost.profiles import load_profile
-from kvboost.recompute import LADDER, QueryRecompute
+from kvboost.recompute import LADDER, MEASURED_AT, QueryRecompute
 
 RUNNER = CliRunner()
 
@@ -41,7 +50,7 @@ def requests(name: str, n: int, seed: int, material: Material) -> list[Request]:
             shown = [f"{texts[0]} {middle} {texts[1]} {texts[2]}"]
         asks = ({"role": "user", "content": words(9, source)},)
         docs = tuple(Document(text, "w7") for text in shown)
-        made.append(Request(f"{name}-{number}", asks, docs, session=name))
+        made.append(Request(f"{name}-{number}", asks, docs, session=name, bucket=2048))
     return made
 
 
@@ -77,12 +86,15 @@ def measured(boost: KVBoost) -> Calibration:
 
 def test_every_repair_is_measured(boost: KVBoost) -> None:
     found = measured(boost)
-    assert [m.what for m in found.composition] == list(LADDER) == list(found.profile.divergence)
-    none = found.composition[0]
-    assert none.kl > 0 and none.worst >= none.kl and none.top1 <= 1 and none.time > 0
-    for m in found.composition:
-        assert found.profile.divergence[m.what] == m.per_damage
-        assert m.per_damage / none.per_damage == pytest.approx(m.kl / none.kl)
+    for kind, (measured_on, damage) in enumerate(
+        zip((found.files, found.passages), MEASURED_AT, strict=True)
+    ):
+        assert [m.what for m in measured_on] == list(LADDER) == list(found.profile.divergence)
+        none = measured_on[0]
+        assert none.kl > 0 and none.worst >= none.kl and none.top1 <= 1 and none.time > 0
+        for m in measured_on:
+            assert found.profile.divergence[m.what][kind] == m.per_damage * damage
+            assert m.per_damage / none.per_damage == pytest.approx(m.kl / none.kl)
     assert found.floor == 0 and found.formats["raw"] == 0 < found.formats["k4v4"]
     assert len(found.shift) == len(found.bands) == 4 and found.shift[0].kl > 0
 
@@ -112,7 +124,7 @@ def test_what_is_left_is_per_damage() -> None:
 def test_the_profile_is_the_cheapest_of_the_best(
     kls: Any, head: int, bands: Any, band: int, boost: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = iter([kls, bands, range(len(LADDER))])
+    given = iter([kls, bands, range(len(LADDER)), range(5, 5 + len(LADDER))])
     asked: list[dict[str, Any]] = []
 
     def run(bench: Any, what: str, cases: Any, repairs: dict[str, Any]) -> list[Measured]:
@@ -122,9 +134,12 @@ def test_the_profile_is_the_cheapest_of_the_best(
 
     monkeypatch.setattr(module._Bench, "run", run)
     profile = measured(boost).profile
-    assert profile.divergence == {step: 3 * n for n, step in enumerate(LADDER)}
+    little, much = MEASURED_AT
+    assert profile.divergence == {
+        step: (3 * n * little, 3 * (n + 5) * much) for n, step in enumerate(LADDER)
+    }
     assert (profile.band, profile.shift) == (module._BANDS[band], SelectiveRecompute(head))
-    queries = [p for p in asked[2].values() if isinstance(p, QueryRecompute)]
+    queries = [p for kind in asked[2:] for p in kind.values() if isinstance(p, QueryRecompute)]
     assert {(p.first, p.last) for p in queries} == {profile.band}
 
 
@@ -144,6 +159,18 @@ def test_requests_come_after_one_that_stored_their_text() -> None:
         assert other.messages[0] == request.messages[0] and other.messages[1] != request.messages[1]
 
 
+def test_questions_are_answered_in_sentences_and_in_a_word() -> None:
+    docs = tuple(Document(words(60, Random(n)), f"title {n}") for n in range(3))
+    asked = Request("r", ({"role": "user", "content": "?"},), docs)
+    few = replace(asked, documents=(Document("two words", "short"),))
+    open_, word, short = (r.messages[0]["content"] for r in _asked([asked, asked, few]))
+    assert open_.startswith("In two sentences: what is in 'title ")
+    quoted = word.removeprefix("Which document has these words in it: ").split("\n")[0]
+    assert len(quoted.split()) == 10 and any(quoted in doc.text for doc in docs)
+    assert "'short'" in short
+    assert "in it: two words\n" in list(_asked([asked, few]))[1].messages[0]["content"]
+
+
 def test_a_model_whose_kv_cannot_be_moved_is_not_calibrated(tokenizer: Any) -> None:
     with pytest.warns(UserWarning, match="only exact prefixes"):
         fixed = KVBoost(families.model("gpt2"), tokenizer)
@@ -152,7 +179,11 @@ def test_a_model_whose_kv_cannot_be_moved_is_not_calibrated(tokenizer: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("limit", "says"), [("1e9", "repaired by none"), ("0", "No repair gets under 0")]
+    ("limit", "says"),
+    [
+        ("1e9", "files of 512 tokens are repaired by none, passages of 200 by none"),
+        ("0", "passages of 200 by no repair that there is. Prompts that none repairs"),
+    ],
 )
 def test_the_command_shows_and_keeps_what_was_measured(
     small: Path, boost: KVBoost, limit: str, says: str, monkeypatch: pytest.MonkeyPatch

@@ -581,7 +581,7 @@ def test_a_divergence_is_allowed_for_all_requests_or_for_one(default_model: Any)
     documents = [STORIES[n] for n in [2, 0, 1]]
     built = made.build(CHAT, made.parse({"documents": documents}), made._clock())
     plan = made._engine.lookup(built, "auto").plan()
-    some = 0.99 * made._auto.profile.divergence["none"] * damage(plan)
+    some = 0.99 * made._auto.profile.expected("none", damage(plan))
     free, repaired = (
         ask(made, [2, 0, 1], max_divergence=limit, max_new_tokens=1).usage for limit in (1e9, some)
     )

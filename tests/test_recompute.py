@@ -19,12 +19,14 @@ from kvboost.keys import KeySpace
 from kvboost.plan import Entry, Piece, ReusePlan, Seam, Splice
 from kvboost.recompute import (
     LADDER,
+    MEASURED_AT,
     AutoRecompute,
     CacheBlendRecompute,
     DriftRecompute,
     FullRecompute,
     Look,
     NoRecompute,
+    Profile,
     QueryRecompute,
     RecomputePolicy,
     SelectiveRecompute,
@@ -84,7 +86,7 @@ PLAN = ReusePlan(
     ),
 )
 # What is sampled of it, unless told otherwise.
-SAMPLES = [*range(30, 63), 78, 102, *range(120, 153), 168]
+SAMPLES = [*range(30, 55), 66, 84, *range(120, 145), 156, 174]
 GAPS = [*range(20, 30), *range(110, 120), *range(180, 200)]
 EXACT = ReusePlan(200, (splice(0, 120, Seam.NONE, exact=True),))
 
@@ -194,8 +196,8 @@ def test_drift_samples_are_dense_at_heads() -> None:
     probe = FakeProbe()
     assert DriftRecompute().rows(PLAN, probe) == sorted({*GAPS, *SAMPLES})
     assert list(probe.runs) == [
-        Run(30, 110, tuple(SAMPLES[:35])),
-        Run(120, 180, tuple(SAMPLES[35:])),
+        Run(30, 110, tuple(SAMPLES[:27])),
+        Run(120, 180, tuple(SAMPLES[27:])),
     ]
     assert not probe.asked
 
@@ -229,7 +231,7 @@ def test_query_repairs_what_the_question_looks_at() -> None:
 
 def test_query_prefers_what_stands_near_a_seam() -> None:
     rows = QueryRecompute(ratio=2 / 140).rows(PLAN, FakeProbe(score=torch.ones(200)))
-    assert rows == sorted({*range(180, 200), 63, 153})  # 80 has no seam before it
+    assert rows == sorted({*range(180, 200), 55, 145})  # 80 has no seam before it
 
 
 def test_query_computes_all_but_the_question_only_once() -> None:
@@ -274,22 +276,33 @@ def test_auto_takes_the_repair_of_the_regime() -> None:
 
 @pytest.mark.parametrize("step", LADDER)
 def test_auto_takes_the_cheapest_repair_that_is_good_enough(step: str) -> None:
-    chosen = AutoRecompute(PROFILE, 1.01 * PROFILE.divergence[step] * damage(PLAN))
+    chosen = AutoRecompute(PROFILE, 1.01 * PROFILE.expected(step, damage(PLAN)))
     probe, expected = FakeProbe(), FakeProbe()
     assert chosen.rows(PLAN, probe) == LADDER[step].rows(PLAN, expected)
     assert probe == expected
 
 
 def test_a_profile_reads_the_question_where_it_was_measured() -> None:
-    profile = replace(PROFILE, band=(0.25, 0.6))
-    assert profile.step(1.0, 1.0) == NoRecompute()
-    assert profile.step(1.0, 0.5) == DriftRecompute(16)
-    assert profile.step(1.0, 0.4) == DriftRecompute(24)
-    assert profile.step(1.0, 0.2) == DriftRecompute(32)
-    assert profile.step(1.0, 0.1) == QueryRecompute(0.04, 0.25, 0.6)
-    assert profile.step(0.5, 0.4) == DriftRecompute(16)
-    assert profile.step(1.0, 0.001) is None
-    assert replace(profile, divergence=dict.fromkeys(LADDER, float("nan"))).step(1.0, 1.0) is None
+    chosen = AutoRecompute(replace(PROFILE, band=(0.25, 0.6)), 1.01 * 0.5**5 * damage(PLAN))
+    probe = FakeProbe()
+    chosen.rows(PLAN, probe)
+    assert [look for _, look in probe.asked] == [Look(PLAN.question, range(7, 18), 30)]
+
+
+def test_a_step_is_expected_to_leave_what_was_measured_at_about_that_damage() -> None:
+    little, much = MEASURED_AT
+    profile = Profile(dict.fromkeys(LADDER, (1.0, 9.0)) | {"none": (2.0, 1.0)})
+    assert profile.expected("drift-16", little) == 1 and profile.expected("drift-16", much) == 9
+    per_damage = (1 / little + 9 / much) / 2
+    half = (little + much) / 2
+    assert profile.expected("drift-16", half) == pytest.approx(half * per_damage)
+    assert profile.expected("drift-16", little / 2) == pytest.approx(0.5)
+    assert profile.expected("drift-16", 3 * much) == pytest.approx(27)
+    assert profile.expected("none", 0) == 0 and profile.expected("none", 2 * much) == 2
+    assert profile.step(little, 1.5) == "drift-16" and profile.step(much, 1.5) == "none"
+    assert profile.step(little, 0.9) is None
+    unknown = replace(profile, divergence=dict.fromkeys(LADDER, (float("nan"),) * 2))
+    assert unknown.step(little, 1.0) is unknown.step(much, 1.0) is None
 
 
 def test_the_ladder_goes_from_the_cheapest_to_the_dearest() -> None:

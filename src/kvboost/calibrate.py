@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from rich.progress import Progress
 
+from kvboost.bench.bugs import BUCKETS
 from kvboost.bench.material import Material
 from kvboost.bench.request import Request
 from kvboost.bench.systems import Plain, Prompts, Reference
@@ -26,6 +27,7 @@ from kvboost.errors import ConfigError
 from kvboost.formats import measure_formats
 from kvboost.metrics import Divergence, divergence
 from kvboost.recompute import (
+    MEASURED_AT,
     NoRecompute,
     Profile,
     QueryRecompute,
@@ -39,8 +41,11 @@ _BANDS = ((0.3, 0.6), (0.5, 0.8), (0.5, 0.95), (0.65, 0.95))
 _USUAL, _CLEARLY = 1, 1.5
 """The band that is taken unless another has a divergence so many times smaller."""
 _HEADS = (0, 8, 16, 32)
+_FILES, _QUOTED = 2048, 10
+"""Tokens of the four files of a prompt; words that are quoted."""
 _WITHIN = 1.1
-"""A cheaper choice is as good as the best if its divergence is at most so many times as large."""
+"""A cheaper choice is as good as the best if its divergence is at most so many times as large, and
+a quarter of what the number format costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,20 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """What was measured. floor: KL of this number format against float32. formats: KL that storing
-    in each format adds."""
+    in each format adds. files, passages: text among new neighbours."""
 
     profile: Profile
     floor: float
     shift: list[Measured]
     bands: list[Measured]
-    composition: list[Measured]
+    files: list[Measured]
+    passages: list[Measured]
     formats: Mapping[KVFormat, float]
 
 
 def calibrate(boost: KVBoost, material: Material, prompts: int, progress: Progress) -> Calibration:
-    """Measure on so many prompts of each kind (8 of 40 passages; 4 of 8 source files; an edited
-    file). Empties the store. Raises ConfigError if the model's KV can't be moved."""
+    """Measure on so many prompts of each kind (8 of 40 passages; 4 of 8 source files of 512 tokens;
+    an edited file). Empties the store. Raises ConfigError if the model's KV can't be moved."""
     if reason := boost._engine.runner.support.reason:
         raise ConfigError(
             f"there is nothing to calibrate: this model's KV can't be moved ({reason})"
@@ -83,9 +89,13 @@ def calibrate(boost: KVBoost, material: Material, prompts: int, progress: Progre
         list(_edited(edited))[:prompts],
         {f"heads {k}": SelectiveRecompute(k) if k else NoRecompute() for k in _HEADS},
     )
-    passages, files = (
-        [(_other_order(r), r) for r in map(_open, generate(name, prompts, 1, material))]
-        for name in ("retrieval", "bugs")
+    sources = generate("bugs", len(BUCKETS) * prompts, 1, material)
+    files, passages = (
+        [(_other_order(r), r) for r in _asked(requests)]
+        for requests in (
+            [r for r in sources if r.bucket == _FILES],
+            generate("retrieval", prompts, 1, material),
+        )
     )
     bands = bench.run(
         "where the question looks",
@@ -94,16 +104,22 @@ def calibrate(boost: KVBoost, material: Material, prompts: int, progress: Progre
     )
     best = min(range(len(bands)), key=lambda n: bands[n].kl)
     band = _BANDS[best] if bands[best].kl * _CLEARLY < bands[_USUAL].kl else _BANDS[_USUAL]
-    composition = bench.run("text among new neighbours", [*passages, *files], ladder(band))
-    enough = _WITHIN * min(m.kl for m in shift) + 1e-4
-    head = next(k for k, m in zip(_HEADS, shift, strict=True) if m.kl <= enough)
-    profile = Profile(
-        {m.what: m.per_damage for m in composition}, band, SelectiveRecompute(head or 8)
+    files_left, passages_left = (
+        bench.run(f"{what} among new neighbours", cases, ladder(band))
+        for what, cases in (("files", files), ("passages", passages))
     )
+    floor = _floor(boost, [r for _, r in passages[:4]])
+    enough = _WITHIN * min(m.kl for m in shift) + max(1e-4, floor / 4)
+    head = next(k for k, m in zip(_HEADS, shift, strict=True) if m.kl <= enough)
+    little, much = MEASURED_AT
+    left = {
+        file.what: (file.per_damage * little, passage.per_damage * much)
+        for file, passage in zip(files_left, passages_left, strict=True)
+    }
+    profile = Profile(left, band, SelectiveRecompute(head or 8))
     source = max((text for _, text in material.files[:100]), key=len)
     formats = measure_formats(boost._engine.runner, material.tokens(source[:8000]))
-    floor = _floor(boost, [r for _, r in passages[:4]])
-    return Calibration(profile, floor, shift, bands, composition, formats)
+    return Calibration(profile, floor, shift, bands, files_left, passages_left, formats)
 
 
 Cases = Sequence[tuple[Request, Request]]
@@ -171,12 +187,21 @@ def _edited(requests: Sequence[Request]) -> Iterator[tuple[Request, Request]]:
             yield before, after
 
 
-def _open(request: Request) -> Request:
-    """The same documents and a question that is answered in sentences: after a letter of four, most
-    models are sure of what comes next, whatever their KV."""
-    wanted = random.Random(request.id).choice(request.documents).title
-    ask = {"role": "user", "content": f"In two sentences: what is in {wanted!r}?"}
-    return replace(request, messages=(ask,))
+def _asked(requests: Sequence[Request]) -> Iterator[Request]:
+    """The same documents, and in turn a question that is answered in sentences and one that is
+    answered in a word. After a letter of four, most models are sure of what comes next, whatever
+    their KV."""
+    for number, request in enumerate(requests):
+        draw = random.Random(request.id)
+        wanted = draw.choice(request.documents)
+        if number % 2:
+            words = wanted.text.split()
+            start = draw.randrange(max(1, len(words) - _QUOTED))
+            quoted = " ".join(words[start : start + _QUOTED])
+            ask = f"Which document has these words in it: {quoted}\nAnswer with its title only."
+        else:
+            ask = f"In two sentences: what is in {wanted.title!r}?"
+        yield replace(request, messages=({"role": "user", "content": ask},))
 
 
 def _other_order(request: Request) -> Request:

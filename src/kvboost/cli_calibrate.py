@@ -18,6 +18,7 @@ from kvboost.calibrate import Calibration, Measured
 from kvboost.calibrate import calibrate as measure
 from kvboost.config import Config
 from kvboost.profiles import save_profile, to_json
+from kvboost.recompute import MEASURED_AT
 
 
 def calibrate(
@@ -53,21 +54,17 @@ def calibrate(
         found = measure(boost, material, prompts, progress)
     _show(found, console)
     console.print_json(json.dumps(to_json(found.profile)))
-    step = found.profile.step(_TYPICAL, limit)
-    what = next((n for n, m in found.profile.divergence.items() if m * _TYPICAL <= limit), "")
+    steps = [found.profile.step(damage, limit) for damage in MEASURED_AT]
+    of_files, of_passages = (step or "no repair that there is" for step in steps)
     console.print(
-        f"At {limit:g}, passages of 200 tokens are repaired by {what}."
-        if step
-        else f"[bold]No repair gets under {limit:g}: prompts are computed from the first moved "
-        "token on, and only exact prefixes are reused.",
+        f"At {limit:g}, files of 512 tokens are repaired by {of_files}, passages of 200 by "
+        f"{of_passages}.",
         highlight=False,
     )
+    if None in steps:
+        console.print("Prompts that none repairs are computed from the first moved token on.")
     path = save_profile(boost.stats().fingerprint, found.profile)
     console.print(f"Kept in {path}", highlight=False)
-
-
-_TYPICAL = 0.1
-"""Damage of a prompt of passages of 200 tokens."""
 
 
 def _show(found: Calibration, console: Console) -> None:
@@ -77,7 +74,8 @@ def _show(found: Calibration, console: Console) -> None:
     )
     _table("Text that shifted: tokens recomputed after an edit", found.shift, console)
     _table("Where the question looks (8 % recomputed)", found.bands, console)
-    _table("Text among new neighbours: repairs", found.composition, console)
+    _table("Files of 512 tokens among new neighbours", found.files, console)
+    _table("Passages of 200 tokens among new neighbours", found.passages, console)
     kept = ", ".join(f"{name} {kl:.4f}" for name, kl in found.formats.items())
     console.print(f"Storage formats, KL added: {kept}", highlight=False)
 

@@ -3,7 +3,8 @@
 KV that was moved among new neighbours is off, and neighbouring tokens are off by nearly the same:
 on Qwen2.5-0.5B, one token in eight tells 70 to 85 % of the variance of what the keys of the others
 lack in the deeper layers (docs/adr/0008). So where some tokens of a run are recomputed anyway,
-what their keys and values changed by is added to the rest, weighed by distance, layer by layer.
+what their keys and values changed by is added to the rest, weighed by distance and by how many
+tokens they speak for, layer by layer.
 
 Knows tensors and positions, nothing of models or policies. Shapes: H kv heads, T positions, R rows
 of a pass, S of them samples, N positions of a span, D head dim.
@@ -17,18 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_REACH = 16.0
-"""Tokens away from a sample at which it tells half as much."""
-
-_DOUBT = 0.5
-"""Weight of the moved KV as it is, against 1 for a sample at the same place."""
+_REACH, _NEIGHBOURS, _DOUBT = 48, 32, 16
+"""In tokens: how far from a sample it tells a quarter as much; how many around it, up to the middle
+between it and the next, it speaks for at most, so that a dense head does not outvote the few behind
+it; the weight of the moved KV as it is. Measured in docs/adr/0015."""
 
 _TOGETHER = 4
 """Runs that are corrected by one product, most of it zeros. Four of 540 tokens with 41 samples each
 take .27 of the time of four products (2 cores, bf16)."""
-
-KEYS, VALUES = 1.0, 0.5
-"""How much of the correction is taken: samples tell less of values than of keys (docs/adr/0008)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,11 @@ class Patch:
     rows_S: Tensor
     weights_NS: Tensor
 
-    def spread(self, fresh_HRD: Tensor, buffer_HTD: Tensor, share: float) -> None:
-        """Add to the span `share` of what the samples' fresh KV is away from the buffer's, weighed
-        by distance."""
+    def spread(self, fresh_HRD: Tensor, buffer_HTD: Tensor) -> None:
+        """Add to the span what the samples' fresh KV is away from the buffer's, weighed."""
         fresh, old = fresh_HRD.index_select(1, self.take_S), buffer_HTD.index_select(1, self.rows_S)
         weights = self.weights_NS.expand(len(fresh), -1, -1)
-        buffer_HTD[:, self.span].baddbmm_(weights, fresh - old, alpha=share)
+        buffer_HTD[:, self.span].baddbmm_(weights, fresh - old)
 
 
 def patches(runs: Sequence[Run], rows: Sequence[int], after: int, like: Tensor) -> Iterator[Patch]:
@@ -84,6 +80,8 @@ def patches(runs: Sequence[Run], rows: Sequence[int], after: int, like: Tensor) 
 def _weights(run: Run, device: torch.device) -> Tensor:
     """What each sample tells of each position of a run, `[N, S]`."""
     at = torch.tensor(run.samples, device=device)
+    ends = torch.tensor([run.start - 1, *run.samples, run.end], device=device)
+    around = ((ends[2:] - ends[:-2]) / 2).clamp(max=_NEIGHBOURS)
     distance = (torch.arange(run.start, run.end, device=device)[:, None] - at).abs()
-    weights = 1 / (1 + distance / _REACH)
+    weights = around / (1 + distance / _REACH) ** 2
     return weights / (weights.sum(1, keepdim=True) + _DOUBT)

@@ -30,7 +30,7 @@ from transformers.generation import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvboost.attention import attend
-from kvboost.drift import KEYS, VALUES, Patch
+from kvboost.drift import Patch
 from kvboost.kv import KVBuffer
 from kvboost.numerics import products_are_faster
 
@@ -109,8 +109,8 @@ class RowCache(Cache):
                 self.deviation = _distance(k[0], k_buffer[:, at]) + _distance(v[0], v_buffer[:, at])
             raise _StopForward
         for patch in self._patches:
-            patch.spread(k[0], k_buffer, KEYS)
-            patch.spread(v[0], v_buffer, VALUES)
+            patch.spread(k[0], k_buffer)
+            patch.spread(v[0], v_buffer)
         if not isinstance(rows, range):
             k_buffer.index_copy_(1, rows, k[0])
             v_buffer.index_copy_(1, rows, v[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -35,7 +36,9 @@ def load_profile(fingerprint: str, shape: str) -> Profile:
     shipped = {name: _parse(p) for name, p in json.loads(_SHIPPED.read_bytes()).items()}
     if shape in shipped:
         return replace(shipped[shape], source="measured on a model of this shape")
-    worst = {step: max(p.divergence[step] for p in shipped.values()) for step in LADDER}
+    worst = {
+        step: _pair(map(max, *(p.divergence[step] for p in shipped.values()))) for step in LADDER
+    }
     source = "measured on other models: kvboost calibrate measures this one"
     return Profile(worst, shift=SelectiveRecompute(32), source=source)
 
@@ -52,7 +55,9 @@ def save_profile(fingerprint: str, profile: Profile) -> Path:
 
 def to_json(profile: Profile) -> dict[str, Any]:
     return {
-        "divergence": {step: float(f"{kl:.3g}") for step, kl in profile.divergence.items()},
+        "divergence": {
+            step: [float(f"{kl:.3g}") for kl in kls] for step, kls in profile.divergence.items()
+        },
         "band": list(profile.band),
         "shift": profile.shift.head,
     }
@@ -61,5 +66,10 @@ def to_json(profile: Profile) -> dict[str, Any]:
 def _parse(given: dict[str, Any]) -> Profile:
     first, last = map(float, given["band"])
     QueryRecompute(first=first, last=last)  # refuses what is no band
-    divergence = {step: float(given["divergence"][step]) for step in LADDER}
+    divergence = {step: _pair(map(float, given["divergence"][step])) for step in LADDER}
     return Profile(divergence, (first, last), SelectiveRecompute(given["shift"]))
+
+
+def _pair(given: Iterable[float]) -> tuple[float, float]:
+    first, second = given
+    return first, second

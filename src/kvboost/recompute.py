@@ -147,10 +147,10 @@ class DriftRecompute:
 
     Moved KV is most wrong at the head of a run: its first `head` tokens are recomputed, then tokens
     `nearest` apart, farther and farther up to `farthest`. One pass, no probe. `kvboost.drift` says
-    why it works; measured in docs/adr/0008, docs/adr/0011 and docs/benchmarks.md.
+    why it works; measured in docs/adr/0011, docs/adr/0015 and docs/benchmarks.md.
     """
 
-    head: int = 32
+    head: int = 24
     nearest: int = 8
     farthest: int = 96
     name: str = field(default="drift", init=False)
@@ -212,7 +212,7 @@ class QueryRecompute:
     Each other moved token's score is the attention mass that the question gives it in the band of
     layers from `first` to `last` (shares of the depth), times the expected damage at its distance
     from the seam before it. Second pass: the question again, and the share `ratio` of moved tokens
-    with the highest scores. Measured in docs/adr/0004, docs/adr/0008 and docs/benchmarks.md.
+    with the highest scores. Measured in docs/adr/0004, docs/adr/0015 and docs/benchmarks.md.
     """
 
     ratio: float = 0.08
@@ -259,13 +259,16 @@ LADDER: dict[str, RecomputePolicy] = {
     "none": NoRecompute(),
     "drift-16": DriftRecompute(16),
     "drift-24": DriftRecompute(24),
-    "drift-32": DriftRecompute(32),
+    "query-2": QueryRecompute(0.02),
     "query-4": QueryRecompute(0.04),
     "query-8": QueryRecompute(0.08),
     "query-16": QueryRecompute(0.16),
     "query-30": QueryRecompute(0.30),
 }
 """Repairs of compositions, from the cheapest to the dearest."""
+
+MEASURED_AT = (0.06, 0.1)
+"""`damage` of prompts of pieces of 512 tokens, and of 200."""
 
 
 def ladder(band: tuple[float, float]) -> dict[str, RecomputePolicy]:
@@ -281,24 +284,25 @@ def ladder(band: tuple[float, float]) -> dict[str, RecomputePolicy]:
 class Profile:
     """What `kvboost calibrate` measured for a model.
 
-    divergence: for each step of `LADDER`, KL in nats per token that is left, over `damage` of the
-    plan. band: where the question's attention is read, as shares of the depth. shift: the repair of
-    text that only shifted. source: where it is from, in words.
+    divergence: for each step of `LADDER`, KL in nats per token that is left at the two damages of
+    `MEASURED_AT`. band: where the question's attention is read, as shares of the depth. shift: the
+    repair of text that only shifted. source: where it is from, in words.
     """
 
-    divergence: Mapping[str, float]
+    divergence: Mapping[str, tuple[float, float]]
     band: tuple[float, float] = (0.5, 0.8)
     shift: SelectiveRecompute = field(default_factory=SelectiveRecompute)
     source: str = field(default="", compare=False)
 
-    def step(self, damage: float, limit: float) -> RecomputePolicy | None:
+    def expected(self, step: str, damage: float) -> float:
+        """KL left. Per damage, it goes in a line from one that was measured to the other."""
+        (little, much), (low, high) = MEASURED_AT, self.divergence[step]
+        at = min(max((damage - little) / (much - little), 0), 1)
+        return damage * ((1 - at) * low / little + at * high / much)
+
+    def step(self, damage: float, limit: float) -> str | None:
         """The cheapest repair expected to stay under the limit; None if none does."""
-        promising = (
-            policy
-            for name, policy in ladder(self.band).items()
-            if self.divergence[name] * damage <= limit
-        )
-        return next(promising, None)
+        return next((name for name in LADDER if self.expected(name, damage) <= limit), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +329,8 @@ class AutoRecompute:
         if seams and self.limit == 0:
             repair = None
         elif Seam.COMPOSITION in seams:
-            repair = self.profile.step(damage(plan), self.limit)
+            step = self.profile.step(damage(plan), self.limit)
+            repair = ladder(self.profile.band)[step] if step else None
         elif Seam.SHIFT in seams:
             repair = self.profile.shift
         if repair is None:
