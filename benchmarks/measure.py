@@ -45,7 +45,7 @@ class Plain:
         return self.answer(text, documents).ttft
 
     def answer(self, text: str, documents: Sequence[Document] = ()) -> Reference:
-        """The greedy answer of 16 tokens, end-of-text ones included."""
+        """The greedy answer, up to its end or 16 tokens."""
         request = Request("", tuple(chat(text)), tuple(documents))
         begun = self._plain.begin(self._prompts.make(request))
         assert begun.reference is not None

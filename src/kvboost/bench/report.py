@@ -24,8 +24,8 @@ included) to the first token; total adds storing what was computed, decoding is 
 mean TTFT of the other over this one's, with a 95 % bootstrap interval over requests. Cold requests
 are those of which no system had {COLD:.0%} of the prompt. The classes exact, moved, recomputed and
 computed are shares of all prompt tokens. KL (nats per token, against plain) and top-1 compare
-next-token distributions over plain's own greedy answer of 16 tokens, end-of-text ones included; p95
-is of requests, max of single tokens. Same: that answer is the same to the last token. Accuracy is
+next-token distributions over plain's own greedy answer, up to its end or 16 tokens; p95 is of
+requests, max of single tokens. Same: that answer is the same to the last token. Accuracy is
 over requests whose answer is known. Stale: answered as if an edit had not been made."""
 
 

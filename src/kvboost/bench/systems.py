@@ -37,7 +37,8 @@ from kvboost.recompute import (
 from kvboost.types import ForwardPass, Usage
 
 ANSWER = 16
-"""Tokens of an answer, end-of-text ones included."""
+"""Tokens of an answer at most. It ends with its end-of-text token: what a model says behind that is
+nobody's answer, and what it is sure of there would hide what it is not sure of before."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain transformers answers: greedy token ids, and the logits `[tokens, vocab]`."""
+    """What plain transformers answers: greedy token ids, the end-of-text one included, and the
+    logits `[tokens, vocab]`."""
 
     ids: list[int]
     logits: Tensor
@@ -149,7 +151,7 @@ class Plain:
         out = model(tokens, use_cache=True, logits_to_keep=1)
         answer, logits = [int(out.logits[0, -1].argmax())], [out.logits[0, -1:].float()]
         ttft = time.perf_counter() - start
-        while len(answer) < limit:
+        while len(answer) < limit and answer[-1] not in self._boost._eos:
             step = torch.tensor([[answer[-1]]], device=model.device)
             out = model(step, **{self._cache: out[self._cache]})
             logits.append(out.logits[0, -1:].float())
@@ -207,16 +209,18 @@ class Ours:
         same, request = own == reference.ids, asked.request
         tokenizer = self.boost.tokenizer
         if not same and request.gold and not told_apart(request.options, tokenizer):
-            own = self._answer(prefilled, own, reference.ids)
+            own = self._answer(prefilled, own, reference.ids, room(self.boost, asked))
         text = self._prompts.text(own, self.boost._eos)
         said = given(logits[0], text, request.options, tokenizer)
         return Judged(divergence(reference.logits, logits), same, said)
 
-    def _answer(self, prefilled: Prefilled, own: list[int], reference: list[int]) -> list[int]:
+    def _answer(
+        self, prefilled: Prefilled, own: list[int], reference: list[int], limit: int
+    ) -> list[int]:
         """The own greedy answer: the reference's up to where they part, then step by step."""
         parted = next(n for n, token in enumerate(own) if token != reference[n])
         answer = own[: parted + 1]
-        while len(answer) < len(reference):
+        while len(answer) < limit and answer[-1] not in self.boost._eos:
             logits = self.boost._engine.step(prefilled, [*prefilled.prompt.ids, *answer])
             answer.append(int(logits.argmax()))
         return answer
@@ -249,7 +253,9 @@ class Theirs:
         def judge(reference: Reference) -> Judged:
             text = self._prompts.text(reference.ids, self._boost._eos)
             alike = answer.text.strip() == text.strip()
-            return Judged(None, alike if answer.ids is None else answer.ids == reference.ids, said)
+            if answer.ids is not None:
+                alike = answer.ids[: len(reference.ids)] == reference.ids
+            return Judged(None, alike, said)
 
         note = f"{peer.version} {peer.note}".strip()
         return Begun(answer.ttft, judge, cached=answer.cached, note=note)
