@@ -292,14 +292,14 @@ def test_a_profile_reads_the_question_where_it_was_measured() -> None:
 def test_a_step_is_expected_to_leave_what_was_measured_at_about_that_damage() -> None:
     little, much = MEASURED_AT
     profile = Profile(dict.fromkeys(LADDER, (1.0, 9.0)) | {"none": (2.0, 1.0)})
-    assert profile.expected("drift-16", little) == 1 and profile.expected("drift-16", much) == 9
+    assert profile.expected("drift", little) == 1 and profile.expected("drift", much) == 9
     per_damage = (1 / little + 9 / much) / 2
     half = (little + much) / 2
-    assert profile.expected("drift-16", half) == pytest.approx(half * per_damage)
-    assert profile.expected("drift-16", little / 2) == pytest.approx(0.5)
-    assert profile.expected("drift-16", 3 * much) == pytest.approx(27)
+    assert profile.expected("drift", half) == pytest.approx(half * per_damage)
+    assert profile.expected("drift", little / 2) == pytest.approx(0.5)
+    assert profile.expected("drift", 3 * much) == pytest.approx(27)
     assert profile.expected("none", 0) == 0 and profile.expected("none", 2 * much) == 2
-    assert profile.step(little, 1.5) == "drift-16" and profile.step(much, 1.5) == "none"
+    assert profile.step(little, 1.5) == "drift" and profile.step(much, 1.5) == "none"
     assert profile.step(little, 0.9) is None
     unknown = replace(profile, divergence=dict.fromkeys(LADDER, (float("nan"),) * 2))
     assert unknown.step(little, 1.0) is unknown.step(much, 1.0) is None

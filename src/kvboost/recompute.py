@@ -257,8 +257,7 @@ def _damage(plan: ReusePlan) -> Tensor:
 
 LADDER: dict[str, RecomputePolicy] = {
     "none": NoRecompute(),
-    "drift-16": DriftRecompute(16),
-    "drift-24": DriftRecompute(24),
+    "drift": DriftRecompute(),
     "query-2": QueryRecompute(0.02),
     "query-4": QueryRecompute(0.04),
     "query-8": QueryRecompute(0.08),
