@@ -22,10 +22,12 @@ from kvboost.drift import Run, patches
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch, divergence
 from kvboost.passes import Passes
+from kvboost.plan import FRESH
 from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
 
-HEAD, ONE, TWO, THREE, ASKED = tokens(40, 1), *(tokens(110, n) for n in (2, 3, 4)), tokens(12, 5)
+HEAD, ONE, TWO, THREE = tokens(40, 1), *(tokens(110, n) for n in (2, 3, 4))
+ASKED = tokens(FRESH, 5)
 KNOWN = [*HEAD, *ONE, *TWO, *THREE]
 OTHER = [*HEAD, *THREE, *ONE, *ASKED]
 BORDERS = {"segments": [40, 150, 260]}
@@ -267,7 +269,7 @@ def test_exact_prefixes_are_untouched() -> None:
 def test_stored_kv_is_untouched() -> None:
     made = primed("llama")
     before = cached(made, KNOWN)
-    entries = made.stats().store.entries
+    stored = made.stats().store.tokens
     for policy in (DriftRecompute(), QueryRecompute()):
         assert tell(made, policy).usage.moved > 100
     assert made.generate(KNOWN, max_new_tokens=1).usage.computed == 1
@@ -275,7 +277,7 @@ def test_stored_kv_is_untouched() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     spans = [s for s in made.explain(OTHER, **BORDERS).spans if 40 <= s.start < 260]
     assert {s.kind for s in spans} == {"moved"}  # what was corrected is not stored
-    assert made.stats().store.entries == entries + 1  # the question is
+    assert made.stats().store.tokens == stored + len(ASKED)  # the question is
 
 
 def passages(*names: str) -> list[str]:
@@ -323,7 +325,7 @@ def test_repairs_bring_answers_closer_to_full_recompute(read: list[Case]) -> Non
     none, drift, query, auto = (
         sum(case.apart(policy) for case in read) for policy in ("none", "drift", "query", "auto")
     )
-    assert auto <= drift < 0.75 * none and query < 0.75 * drift  # auto's step here is drift
+    assert auto <= drift < 0.25 * none and query < drift  # auto's step here is drift
     assert 0 <= read[0].apart(EVERY) < 1e-6
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from families import boost, tokens
 
 from kvboost import Explanation, KVBoost
+from kvboost.plan import FRESH
 
 
 def words(ids: list[int]) -> str:
@@ -46,10 +47,10 @@ def test_all_is_known_of_a_prompt_asked_before() -> None:
 
 
 def test_moved_pieces_are_named_with_shift_and_seam() -> None:
-    ids = [*HEAD, *THREE, *ONE]
-    explanation = primed().explain(ids, segments=[20, 90])
+    ids = [*HEAD, *THREE, *ONE, *tokens(FRESH, 9)]
+    explanation = primed().explain(ids, segments=[20, 90, 160])
     assert_covers(explanation, ids)
-    kinds = {(s.kind, s.shift) for s in explanation.spans}
+    kinds = {(s.kind, s.shift) for s in explanation.spans if s.start < 160}
     assert kinds == {("exact", 0), ("moved", -140), ("moved", 70)}
     seams = {s.start: s.seam for s in explanation.spans}
     assert seams[20] == seams[90] == "composition"

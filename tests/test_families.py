@@ -37,6 +37,7 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.kv import KVBuffer
+from kvboost.plan import FRESH
 from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
 from kvboost.store.codec import encode, place
@@ -52,7 +53,7 @@ POLICIES: dict[str, RecomputePolicy] = {
     "auto": AUTO,
 }
 
-HEAD, QUESTION = tokens(20, 1), tokens(12, 2)
+HEAD, QUESTION = tokens(20, 1), tokens(FRESH, 2)
 PIECES = [tokens(60, 10 + n) for n in range(4)]
 LIMIT = 1e-4
 
@@ -151,11 +152,11 @@ def test_rows_reported_are_rows_counted(family: str, attention: str, name: str) 
 @each_movable
 @each_policy
 def test_every_policy_answers_all_hits_in_any_order(family: str, attention: str, name: str) -> None:
-    """A prompt that ends in moved KV still computes its last token."""
+    """What the answer starts from is computed, though all of it is known."""
     made = primed(family, attention)
     ids = [*HEAD, *PIECES[1], *PIECES[0]]
     completion = made.generate(ids, segments=[20, 80], recompute=POLICIES[name], max_new_tokens=3)
-    assert completion.usage.computed == 1
+    assert completion.usage.computed == FRESH
     assert completion.usage.exact == (0 if name == "full" else len(HEAD))
     assert len(completion.token_ids) == 3
 

@@ -14,6 +14,7 @@ import pytest
 from families import PROFILE, boost, tokens
 
 from kvboost import SelectiveRecompute, profiles
+from kvboost.plan import FRESH
 from kvboost.profiles import load_profile, profile_path, save_profile, to_json
 from kvboost.recompute import LADDER, Profile
 
@@ -128,6 +129,6 @@ def test_a_model_goes_by_its_profile(divergence: float, repaired: int) -> None:
     made, head, one, two = boost("llama"), tokens(40, 1), tokens(110, 2), tokens(110, 3)
     made.prefill([*head, *one, *two], segments=[40, 150])
     asked: dict[str, Any] = {"segments": [40, 150, 260], "max_new_tokens": 1}
-    completion = made.generate([*head, *two, *one, *tokens(9, 4)], **asked)
+    completion = made.generate([*head, *two, *one, *tokens(FRESH, 4)], **asked)
     assert completion.usage.recomputed == repaired
     assert completion.usage.moved == 220 - repaired

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvboost.errors import ConfigError
-from kvboost.keys import KeySpace
-from kvboost.plan import lineages
+from kvboost.keys import KeySpace, lineages
 from kvboost.store.trace import Cost, Trace, TraceRecorder, read_trace, write_trace
 from kvboost.store.workloads import WORKLOADS, generate
 from kvboost.types import Chunk

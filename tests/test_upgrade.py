@@ -20,6 +20,7 @@ from families import boost, counted, tokenizer, tokens
 
 from kvboost import ConfigError, KVBoost
 from kvboost.metrics import divergence
+from kvboost.plan import FRESH
 from kvboost.prompt import Prompt
 from kvboost.store.trace import read_trace
 
@@ -36,7 +37,9 @@ TEXTS = [
     " ".join(
         f"On day {n} Ivan from Lima met {n + 5} cats and gave {n + 9} fish." for n in range(4)
     ),
-    "\n\nWho paid coins, and for what?\n",
+    "\n\nWho paid coins, and for what? Name the town, the boats and the coins of each day, one day "
+    "on each line, the earliest first. Then say who met cats, on which days it was, how many cats "
+    "there were on each of them, and how many fish they were given.\n",
     "\nAnd who is from Lima?\n",
 ]
 
@@ -286,14 +289,16 @@ def test_the_newest_comes_first_and_replaces_what_it_goes_on_from(
         assert queued(made) == [] and made.stats().waiting == 0
 
 
-def test_the_queue_holds_so_many_seconds(make: Callable[..., KVBoost]) -> None:
+def test_the_queue_holds_so_many_seconds(
+    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make(upgrade=10.0)
+    monkeypatch.setattr(made._engine, "_note_pace", lambda *_: None)
+    made._engine._pace = 0.01
     with made._upgrades.traffic.request():
         made.prefill(KNOWN, segments=[40, 240])
         for n in range(6):
-            made._engine._pace = 0.01
             moved(made, [*MOVED, n, n])  # 3.6 to 3.7 seconds each
-            made._engine._pace = 0.01
         assert [ids[len(MOVED)] for ids in queued(made)] == [5, 4]
         made._engine._pace = 1.0
         moved(made, [*MOVED, 9])
@@ -313,14 +318,14 @@ def test_off_there_is_no_thread_and_no_queue() -> None:
 def test_exact_and_off_and_long_prompts_are_not_queued(make: Callable[..., KVBoost]) -> None:
     made = make("phi3-longrope")  # another rotation from 128 tokens on
     with made._upgrades.traffic.request():
-        a, b = tokens(40, 1), tokens(60, 2)
-        made.prefill([*a, *b], segments=[40])
+        a, b = tokens(20, 1), tokens(90, 2)
+        made.prefill([*a, *b], segments=[20])
         asked = [*a, *tokens(5, 4), *b]
-        options = {"segments": [45], "recompute": "none"}
-        assert made.generate(asked, max_new_tokens=40, **options).usage.moved == 59
+        options = {"segments": [25], "recompute": "none"}
+        assert made.generate(asked, max_new_tokens=40, **options).usage.moved == 90 - FRESH
         assert queued(made) == []
         short = made.generate(asked, max_new_tokens=2, **options)
-        assert short.usage.moved == 59 and len(queued(made)) == 1
+        assert short.usage.moved == 90 - FRESH and len(queued(made)) == 1
         made.clear()
         for more in ({"reuse": "off"}, {"reuse": "exact"}, {"recompute": "full"}):
             made.generate(asked, max_new_tokens=1, **options | more)

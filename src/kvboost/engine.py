@@ -15,11 +15,11 @@ from torch import Tensor
 from kvboost.chunking import Chunker
 from kvboost.config import KVFormat
 from kvboost.errors import ConfigError, PromptTooLongError
-from kvboost.keys import ChunkKey, KeySpace
+from kvboost.keys import ChunkKey, KeySpace, lineages
 from kvboost.kv import KVBuffer
 from kvboost.metrics import Stopwatch
 from kvboost.passes import Passes, Pauses
-from kvboost.plan import Entry, ReusePlan, Seam, lineages
+from kvboost.plan import Entry, ReusePlan, Seam
 from kvboost.prompt import Prompt
 from kvboost.recompute import RecomputePolicy, moved_rows
 from kvboost.runner import ModelRunner
@@ -191,10 +191,8 @@ class Engine:
 
     def pin(self, prompt: Prompt, seconds: float) -> bool:
         """Keep what is stored of this prompt's own chain for so long; see `Memory.pin`."""
-        chunks = self.chunker.split(prompt.ids, prompt.borders)
-        return self.store.memory.pin(
-            lineages(chunks, len(prompt.ids), self.keys(len(prompt.ids))), seconds
-        )
+        chunks, length = self.chunker.split(prompt.ids, prompt.borders), len(prompt.ids)
+        return self.store.memory.pin(lineages(chunks, length, self.keys(length)), seconds)
 
     def pin_used(self, made: Prefilled, tokens: int, seconds: float) -> bool:
         """Keep what is stored of the prompt's first `tokens`, and what they were moved from."""
@@ -210,11 +208,9 @@ class Engine:
         length = len(ids)
         regime = self.runner.support.regime
         # Where LongRoPE changes its frequencies, all is computed again (transformers does so too).
-        again = regime(length) == "long" != regime(length - 1)
+        first = 0 if regime(length) == "long" != regime(length - 1) else length - 1
         with self.runner.lock:
-            return self.runner.forward(
-                prefilled.buffer, ids, range(0 if again else length - 1, length)
-            )
+            return self.runner.forward(prefilled.buffer, ids, range(first, length))
 
     @torch.inference_mode()
     def steps(self, requests: Sequence[tuple[Prefilled, Sequence[int]]]) -> Tensor:
@@ -372,7 +368,7 @@ def _prefilled(
     # A last pass over everything from the first moved token on leaves nothing approximate.
     exact_until = length if set(range(until, length)) <= set(rows) else until
     spliced = {row for s in plan.splices for row in range(s.start, s.end)} - {length - 1}
-    moved = {row for s in plan.moved for row in range(s.start, s.end)} - {length - 1}
+    moved = set(moved_rows(plan))
     recomputed = spliced & probe.computed
     usage = Usage(
         exact=len(spliced - moved - recomputed),

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvboost.types import Chunk
+
 FORMAT_VERSION = 1  # part of every root: raise it and no older entry is ever found
 DIGEST_BYTES = 32
 
@@ -96,6 +98,17 @@ class KeySpace:
             digest.update(_field(b"d", parent.digest))
         digest.update(_field(b"i", _packed(ids)))
         return ChunkKey(kind, digest.digest())
+
+
+def lineages(chunks: Sequence[Chunk], exact_until: int, keys: KeySpace) -> list[ChunkKey]:
+    """The lineage that each chunk has in this prompt, were nothing after `exact_until` exact."""
+    lineage: list[ChunkKey] = []
+    parent = keys.root
+    for chunk in chunks:
+        exact = chunk.end <= exact_until
+        parent = keys.prefix(parent, chunk.ids) if exact else keys.approximate(parent, chunk.ids)
+        lineage.append(parent)
+    return lineage
 
 
 def _field(tag: bytes, value: bytes) -> bytes:

@@ -33,11 +33,9 @@ class Pauses(Protocol):
 
     def rows(self) -> int:
         """How many rows the next pass may have at most."""
-        ...
 
     def pause(self) -> None:
         """Called between two passes, without the runner's lock. May raise to end the prefill."""
-        ...
 
 
 @dataclass

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from kvboost.align import GRAM, Text, align, common, fit, grams
-from kvboost.keys import ChunkKey, KeyKind, KeySpace
+from kvboost.keys import ChunkKey, KeyKind, KeySpace, lineages
 from kvboost.types import Chunk
 
 MIN_MOVED_TOKENS = 16
@@ -30,6 +30,10 @@ FAR = 2048
 QUESTION = 128
 """Tokens at the end of a prompt that may be its question: new text before them is not asked what it
 looks at, nor computed again behind a repair."""
+
+FRESH = 64
+"""Tokens at the end of a prompt that are not moved: the answer starts from them, and a question
+that came before holds what it saw then. What 0, 32, 64 and 128 leave: docs/adr/0016."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,9 @@ class Index(Protocol):
     def get(self, key: ChunkKey) -> Entry | None: ...
     def children(self, parent: ChunkKey) -> Iterable[Entry]:
         """Stored chunks that followed `parent`, newest first."""
-        ...
 
     def variants(self, content: ChunkKey) -> Iterable[Entry]:
         """Stored chunks with this content that may be moved, newest first."""
-        ...
 
 
 class Seam(Enum):
@@ -112,7 +114,8 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
-    """Splices are sorted and disjoint; splices and `rows` together cover [0, length).
+    """Splices are sorted and disjoint; splices and `rows` together cover [0, length). No moved one
+    reaches into the last FRESH tokens.
 
     KV in [0, exact_until) has exactly the context of this prompt once `rows` are computed.
     """
@@ -144,11 +147,9 @@ class ReusePlan:
 
     @property
     def question(self) -> range:
-        """Whatever follows the last moved run, at most the last QUESTION tokens; if nothing does,
-        the last few."""
+        """What follows the last moved run: at most the last QUESTION tokens, at least one."""
         last = self.moved[-1].end if self.moved else 0
-        start = max(last, self.length - QUESTION)
-        return range(min(start, self.length - min(16, self.length)), self.length)
+        return range(min(max(last, self.length - QUESTION), self.length - 1), self.length)
 
 
 def make_plan(chunks: Sequence[Chunk], keys: KeySpace, index: Index, *, move: bool) -> ReusePlan:
@@ -221,7 +222,12 @@ def _moved_runs(
         found.add(chunks[i].start + lo, pieces, same=run[0].parent == lineage[i - 1])
         i += len(run)
     found.grow(len(found.ids))
-    return _joined(found.placed[len(prefix) :])
+    fresh = chunks[-1].end - FRESH
+    return _joined(
+        (here, cut, seam)
+        for here, piece, seam in found.placed[len(prefix) :]
+        for cut in _cut([piece], 0, fresh - here)
+    )
 
 
 @dataclass
@@ -365,7 +371,7 @@ def _cut(pieces: Sequence[Piece], start: int, end: int) -> list[Piece]:
     return parts
 
 
-def _joined(placed: list[tuple[int, Piece, Seam]]) -> list[Splice]:
+def _joined(placed: Iterable[tuple[int, Piece, Seam]]) -> list[Splice]:
     """One splice for neighbours that were neighbours: one shift moves all of it."""
     splices: list[Splice] = []
     for here, piece, seam in placed:
@@ -375,17 +381,6 @@ def _joined(placed: list[tuple[int, Piece, Seam]]) -> list[Splice]:
         else:
             splices.append(Splice(here, (piece,), False, seam))
     return splices
-
-
-def lineages(chunks: Sequence[Chunk], exact_until: int, keys: KeySpace) -> list[ChunkKey]:
-    """The lineage that each chunk has in this prompt, were nothing after `exact_until` exact."""
-    lineage: list[ChunkKey] = []
-    parent = keys.root
-    for chunk in chunks:
-        exact = chunk.end <= exact_until
-        parent = keys.prefix(parent, chunk.ids) if exact else keys.approximate(parent, chunk.ids)
-        lineage.append(parent)
-    return lineage
 
 
 def _run(head: Entry, i: int, variants: list[list[Entry]], lineage: list[ChunkKey]) -> list[Entry]:

@@ -37,16 +37,13 @@ class Probe(Protocol):
     def deviation(self, rows: Sequence[int], layer: int) -> Tensor:
         """Compute `rows` up to `layer`: how far their fresh K and V there are from the moved ones,
         relative to their size, float32 `[rows]`. What was computed below `layer` stays."""
-        ...
 
     def attention(self, rows: Sequence[int], look: Look) -> Tensor:
         """Compute `rows` through the first `look.depth` layers: the attention mass that the queries
         give each position, float32 `[length]`. What was computed stays."""
-        ...
 
     def spread(self, runs: Sequence[Run]) -> None:
         """In the next pass, add to moved KV what the samples around it turn out to be off."""
-        ...
 
 
 class RecomputePolicy(Protocol):
@@ -135,8 +132,7 @@ class SelectiveRecompute:
         _check("tail", self.tail, 0, 4096, int)
 
     def rows(self, plan: ReusePlan, probe: Probe) -> list[int]:
-        ends = [s for s in plan.moved if s.end < plan.length]
-        tails = [row for s in ends for row in range(max(s.start, s.end - self.tail), s.end)]
+        tails = [row for s in plan.moved for row in range(max(s.start, s.end - self.tail), s.end)]
         return _union(plan.rows, head_rows(plan, self.head), tails)
 
 

@@ -49,7 +49,6 @@ class Seal(Protocol):
 
     def open(self, data: bytes, place: bytes) -> bytes:
         """Raises EntryError if this key did not close it, or not for this place."""
-        ...
 
 
 class Header(NamedTuple):

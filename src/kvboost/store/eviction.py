@@ -52,24 +52,19 @@ class EvictionPolicy(Protocol):
 
     def tick(self) -> None:
         """Another request begins."""
-        ...
 
     def add(self, key: ChunkKey, worth: Worth) -> None:
         """A chunk is stored now."""
-        ...
 
     def hit(self, key: ChunkKey, share: float) -> None:
         """A stored chunk was used. share: how much of `Worth.seconds` that saved, 0 to 1 (less than
         1 where part of it had to be repaired); more than 1 if the question looked at it a lot."""
-        ...
 
     def victim(self, spared: Container[ChunkKey]) -> ChunkKey | None:
         """The chunk to give up next, none of `spared`; None if there is no other."""
-        ...
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
         """A chunk is stored no more: given up for room, or for another reason."""
-        ...
 
 
 class Ranking:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from kvboost.keys import ChunkKey
-from kvboost.plan import Entry, ReusePlan, lineages, make_plan
+from kvboost.keys import ChunkKey, lineages
+from kvboost.plan import Entry, ReusePlan, make_plan
 from kvboost.store.codec import PackedKV
 from kvboost.store.entry import Codebook
 from kvboost.store.memory import Memory

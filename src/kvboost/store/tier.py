@@ -60,33 +60,26 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """Short, for messages and statistics: "disk", "valkey", "s3"."""
-        ...
 
     def find(self, groups: Sequence[bytes], limit: int) -> list[list[bytes]]:
         """For each digest, the fronts of at most `limit` records that have it as their parent or
         as their content, newest first."""
-        ...
 
     def fronts(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The fronts of these records, None for what is not there."""
-        ...
 
     def read(self, keys: Sequence[bytes]) -> Iterator[Data | None]:
         """Front and body of each record in one piece, in this order, as they arrive. What can be
         written to becomes the caller's memory; bytes are copied."""
-        ...
 
     def write(self, record: Record) -> bool:
         """Keep it, whole or not at all; False if it is there already or there is no room."""
-        ...
 
     def used(self, keys: Sequence[bytes]) -> None:
         """These were hits: tell whoever evicts."""
-        ...
 
     def discard(self, key: bytes, flaw: str | None) -> None:
         """Take a record out of use for everyone: unusable, and why, or (None) just not wanted."""
-        ...
 
     def usage(self) -> TierUsage: ...
 
