@@ -31,7 +31,7 @@ QUESTION = 128
 """Tokens at the end of a prompt that may be its question: new text before them is not asked what it
 looks at, nor computed again behind a repair."""
 
-FRESH = 64
+FRESH = 32
 """Tokens at the end of a prompt that are not moved: the answer starts from them, and a question
 that came before holds what it saw then. What 0, 32, 64 and 128 leave: docs/adr/0016."""
 
