@@ -37,9 +37,7 @@ TEXTS = [
     " ".join(
         f"On day {n} Ivan from Lima met {n + 5} cats and gave {n + 9} fish." for n in range(4)
     ),
-    "\n\nWho paid coins, and for what? Name the town, the boats and the coins of each day, one day "
-    "on each line, the earliest first. Then say who met cats, on which days it was, how many cats "
-    "there were on each of them, and how many fish they were given.\n",
+    "\n\nWho paid coins, and for what?\n",
     "\nAnd who is from Lima?\n",
 ]
 
@@ -289,16 +287,14 @@ def test_the_newest_comes_first_and_replaces_what_it_goes_on_from(
         assert queued(made) == [] and made.stats().waiting == 0
 
 
-def test_the_queue_holds_so_many_seconds(
-    make: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_holds_so_many_seconds(make: Callable[..., KVBoost]) -> None:
     made = make(upgrade=10.0)
-    monkeypatch.setattr(made._engine, "_note_pace", lambda *_: None)
-    made._engine._pace = 0.01
     with made._upgrades.traffic.request():
         made.prefill(KNOWN, segments=[40, 240])
         for n in range(6):
+            made._engine._pace = 0.01
             moved(made, [*MOVED, n, n])  # 3.6 to 3.7 seconds each
+            made._engine._pace = 0.01
         assert [ids[len(MOVED)] for ids in queued(made)] == [5, 4]
         made._engine._pace = 1.0
         moved(made, [*MOVED, 9])
