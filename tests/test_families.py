@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import families
@@ -37,6 +38,7 @@ from kvboost import (
     UnsupportedModelError,
 )
 from kvboost.kv import KVBuffer
+from kvboost.model import observed_attention
 from kvboost.plan import FRESH
 from kvboost.recompute import Look
 from kvboost.runner import ModelRunner
@@ -404,3 +406,29 @@ def test_a_prompt_as_long_as_the_static_range_may_follow_a_longer_one() -> None:
     for _ in range(2):
         assert made.generate(tokens(128, 3), max_new_tokens=2).usage.computed == 128
     assert_as_transformers(made, case, tokens(60, 3))
+
+
+@pytest.mark.parametrize(("family", "attention"), cases(MOVABLE))
+def test_a_thread_that_runs_the_model_itself_gets_its_own_attention(
+    family: str, attention: str
+) -> None:
+    """And its own masks: of two prompts in a batch, the shorter one is padded."""
+    model, threads, seen = families.model(family, attention), [], []
+    rows = [tokens(40, 1), [0] * 25 + tokens(15, 2)]
+    padding = torch.tensor([[1] * 40, [0] * 25 + [1] * 15])
+
+    @torch.inference_mode()
+    def run() -> None:
+        seen.append(model(torch.tensor(rows), attention_mask=padding).logits[:, 25:])
+
+    def meanwhile(*_: object) -> None:
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        threads[-1].join()
+
+    run()
+    with observed_attention(model, meanwhile):
+        logits(family, attention, tokens(30, 3), tokens(2, 4))
+    assert len(seen) == 1 + model.config.num_hidden_layers == 1 + len(threads)
+    for got in seen[1:]:
+        torch.testing.assert_close(got, seen[0], atol=0, rtol=0)

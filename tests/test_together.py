@@ -61,7 +61,7 @@ def test_a_model_that_hides_its_attention_takes_its_steps_one_by_one(
     for each in requests:
         each.take(each.prefilled.logits)
     alone = [made._engine.step(each.prefilled, each.ids) for each in requests]
-    monkeypatch.setattr("kvboost.model._APART", "sdpa")
+    monkeypatch.setattr("kvboost.model._registered", lambda *_: "sdpa")
     together = made._engine.steps([(each.prefilled, each.ids) for each in requests])
     torch.testing.assert_close(together, torch.cat(alone), atol=LIMIT, rtol=0)
 

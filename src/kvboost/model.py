@@ -10,15 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache as remembered
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import (
     LogitsProcessorList,
@@ -27,6 +25,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvboost.attention import attend
@@ -141,7 +140,7 @@ def run(
     # Without a mask the model builds its own; observed attention attends as this does.
     ours = mask is not None and _implementation(model) == "sdpa"
     try:
-        with _attention(model, _ROWS, None) if ours else nullcontext():
+        with _attention(model, _attend) if ours else nullcontext():
             output = model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
     except _StopForward:
         return None
@@ -155,7 +154,7 @@ def run_steps(
     mask: `[B, 1, 1, T]`, or None where all that is stored may be seen. None if the model's
     attention does not go through transformers' registry: then nothing useful was computed."""
     options = {_cache_argument(model): cache, "position_ids": positions}
-    with _attention(model, _APART, cache):
+    with _attention(model, _apart, cache):
         output = model(input_ids=ids, attention_mask=mask, use_cache=True, **options)
     return output.logits[:, -1] if cache.attended == len(cache.layers) else None
 
@@ -214,80 +213,60 @@ class BatchCache(Cache):
             yield k[None, :, :length], v[None, :, :length]
 
 
-_PROBE, _APART, _ROWS = "kvboost_probe", "kvboost_apart", "kvboost_rows"
 Observer = Callable[[int, Tensor, Tensor, Tensor | None, float], None]
-_hook: ContextVar[tuple[Any, str]] = ContextVar("hook")
+_ELSEWHERE = object()
+_hook: ContextVar[Any] = ContextVar("hook", default=_ELSEWHERE)
 Attended = tuple[Tensor, Tensor | None]
+_Attention = Callable[..., Attended]
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Attended:
+def _own(name: str, module: nn.Module, *inputs: Any, **options: Any) -> Attended:
+    """What transformers does for a model whose attention is called this."""
+    if name == "eager":
+        own = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        own = ALL_ATTENTION_FUNCTIONS[name]
+    return cast(Attended, own(module, *inputs, **options))
+
+
+def _attend(name: str, module: nn.Module, *inputs: Any, **options: Any) -> Attended:
     """The model's own attention.
 
     Under a mask, transformers' sdpa copies keys and values for all heads that share them; on a CPU
     torch does without, bit for bit the same in half of the time (254 rows over 4,500, Qwen2.5-0.5B:
     15 of 31 ms a layer), and in bfloat16 matrix products may take half of that (docs/adr/0013).
     """
-    implementation = _hook.get()[1]
-    if implementation == "sdpa" and attention_mask is not None and query.device.type == "cpu":
-        if products_are_faster(query.device, query.dtype):
-            scaling = options.get("scaling") or query.shape[-1] ** -0.5
-            return attend(query, key, value, attention_mask, scaling), None
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=options.get("dropout", 0.0),
-            scale=options.get("scaling"),
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).contiguous(), None
-    if implementation == "eager":
-        own = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        own = ALL_ATTENTION_FUNCTIONS[implementation]
-    return cast(Attended, own(module, query, key, value, attention_mask, **options))
-
-
-def _observed(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Attended:
-    observe = cast(Observer, _hook.get()[0])
+    query, key, value, mask = inputs
+    if name != "sdpa" or mask is None or query.device.type != "cpu":
+        return _own(name, module, *inputs, **options)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    observe(cast(int, module.layer_idx), query, key, attention_mask, scaling)
-    return _attend(module, query, key, value, attention_mask, **options)
+    if products_are_faster(query.device, query.dtype):
+        return attend(query, key, value, mask, scaling), None
+    out = scaled_dot_product_attention(
+        query, key, value, mask, options.get("dropout", 0.0), scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _apart(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> Attended:
+def _observed(name: str, module: nn.Module, *inputs: Any, **options: Any) -> Attended:
+    query, key, _, mask = inputs
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    cast(Observer, _hook.get())(cast(int, module.layer_idx), query, key, mask, scaling)
+    return _attend(name, module, *inputs, **options)
+
+
+def _apart(name: str, module: nn.Module, *inputs: Any, **options: Any) -> Attended:
     """Each request of a batch looks at its own buffer."""
-    cache, implementation = cast("tuple[BatchCache, str]", _hook.get())
+    query, _, _, attention_mask = inputs
+    cache = cast(BatchCache, _hook.get())
     outputs = []
     for n, (k, v) in enumerate(cache.read(cast(int, module.layer_idx))):
         mask = None if attention_mask is None else attention_mask[n : n + 1, ..., : k.shape[2]]
         q = query[n : n + 1]
-        if implementation == "sdpa":
+        if name == "sdpa":
             outputs.append(_attend_one(q, k, v, mask, options.get("scaling")))
         else:
-            outputs.append(_attend(module, q, k, v, mask, **options)[0])
+            outputs.append(_attend(name, module, q, k, v, mask, **options)[0])
     return torch.cat(outputs), None
 
 
@@ -303,9 +282,26 @@ def _attend_one(
     return out.reshape(1, 1, -1, out.shape[-1])
 
 
-AttentionInterface.register(_ROWS, _attend)
-AttentionInterface.register(_PROBE, _observed)
-AttentionInterface.register(_APART, _apart)
+@remembered
+def _registered(attention: _Attention, own: str) -> str:
+    """What one of the functions above is called in transformers' registries, over a model's own
+    attention; masks are then ours. Where another thread runs the model meanwhile, it gets the
+    attention and the masks that it would get without us."""
+    name = f"kvboost{attention.__name__}_{own}"
+    own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(own)
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+    ) -> Any:
+        chosen = _own if _hook.get() is _ELSEWHERE else attention
+        return chosen(own, module, query, key, value, attention_mask, **options)
+
+    def mask(*shape: Any, **options: Any) -> Any:
+        return own_mask(*shape, **options) if own_mask and _hook.get() is _ELSEWHERE else None
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    return name
 
 
 def attends_by_products(model: PreTrainedModel) -> bool:
@@ -318,12 +314,12 @@ def _implementation(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str, hook: Any) -> Iterator[None]:
-    """Attend through one of the functions above, by transformers' registry."""
+def _attention(model: PreTrainedModel, attention: _Attention, hook: Any = None) -> Iterator[None]:
+    """Attend in this thread through one of the functions above, by transformers' registry."""
     config = model.config.get_text_config()
     implementation = _implementation(model)
-    token = _hook.set((hook, implementation))
-    config._attn_implementation = name
+    token = _hook.set(hook)
+    config._attn_implementation = _registered(attention, implementation)
     try:
         yield
     finally:
@@ -335,7 +331,7 @@ def _attention(model: PreTrainedModel, name: str, hook: Any) -> Iterator[None]:
 def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     """Show `observe` each layer's (index, queries, keys, mask, scaling) while the model runs as
     ever."""
-    with _attention(model, _PROBE, observe):
+    with _attention(model, _observed, observe):
         yield
 
 

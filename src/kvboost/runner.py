@@ -44,7 +44,8 @@ class ModelRunner:
         self.support: Support = probe_support(model)
         self.layout = self.support.layout
         self.layers = self.layout.layers
-        self.products = not self.support.reason and attends_by_products(model)
+        with self.lock:
+            self.products = not self.support.reason and attends_by_products(model)
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.shape = f"{config.model_type}-{self.layers}x{config.hidden_size}"
