@@ -290,7 +290,7 @@ def _registered(attention: _Attention, own: str) -> str:
     name = f"kvboost{attention.__name__}_{own}"
     own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(own)
 
-    def attend(
+    def dispatch(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
     ) -> Any:
         chosen = _own if _hook.get() is _ELSEWHERE else attention
@@ -299,7 +299,7 @@ def _registered(attention: _Attention, own: str) -> str:
     def mask(*shape: Any, **options: Any) -> Any:
         return own_mask(*shape, **options) if own_mask and _hook.get() is _ELSEWHERE else None
 
-    AttentionInterface.register(name, attend)
+    AttentionInterface.register(name, dispatch)
     AttentionMaskInterface.register(name, mask)
     return name
 
